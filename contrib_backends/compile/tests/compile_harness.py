@@ -1,4 +1,4 @@
-"""What the tests share: a compiled model that `hidden_states` can run, and the passes that are
+"""Shared harness: a compiled model that `hidden_states` can run, and the passes that are
 compared."""
 
 from __future__ import annotations

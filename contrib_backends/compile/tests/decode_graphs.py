@@ -1,5 +1,5 @@
-"""What attention backends are shown to be fit for CUDA graphs of decodes with: steps at fixed
-addresses, and a small model."""
+"""Shared checks that an attention backend's decodes fit CUDA graphs: steps at fixed addresses, and
+a small model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from test_graphs import Reads
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.attention import (
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchLimits,
@@ -25,11 +26,11 @@ from transformers import MistralConfig, MistralForCausalLM
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 30)), [40, 41], list(range(50, 61))]
 LENGTHS = [9, 3, 5, 7, 2]
-"""Of the answers: the number of rows changes from step to step."""
+"""Lengths of the answers. They differ, so the number of rows changes from step to step."""
 ROWS = 4
 MOST = 64
 BLOCK = 16
-"""Of the steps below: rows, most keys of a row, keys of a block."""
+"""Number of rows, most keys of a row, and block size of the steps below."""
 
 
 class FixedSteps:
@@ -115,9 +116,10 @@ class FixedSteps:
             is_fixed=True,
         )
         meta = self.backend.build(view)
+        call = AttentionCall(self.layer, self.q, self.k, self.v, (self.cache,), meta, self.out)
         with Reads() as reads:
-            self.backend.write_kv(self.layer, self.k, self.v, (self.cache,), meta)
-            self.backend.forward(self.layer, self.q, None, None, (self.cache,), meta, self.out)
+            self.backend.write_kv(call)
+            self.backend.forward(call)
         stored = torch.full_like(self.cache, torch.nan)
         for row, length in enumerate(lengths):
             self._put(stored, row, length)

@@ -15,24 +15,27 @@ class StaticBackend(SdpaBackend):
         return GraphSupport.ALWAYS
 
     seen = []
-    """Of each step, the view."""
+    """The batch view of each step so far."""
 
     def build(self, batch):
         type(self).seen.append(batch)
         return batch
 
-    def write_kv(self, layer, k, v, kv_cache, meta):
-        pages = kv_cache[0]
-        for half, new in enumerate((k, v)):
-            slots = torch.arange(pages.shape[0] * pages.shape[2], device=k.device)
-            hit = slots[:, None] == meta.slot_mapping[None, :]
+    def write_kv(self, call):
+        pages = call.kv_cache[0]
+        for half, new in enumerate((call.k, call.v)):
+            slots = torch.arange(pages.shape[0] * pages.shape[2], device=call.k.device)
+            hit = slots[:, None] == call.metadata.slot_mapping[None, :]
             stored = (hit.to(new.dtype) @ new.flatten(1)).view(pages[:, half].shape)
             pages[:, half] = torch.where(
                 hit.any(1).view(pages.shape[0], pages.shape[2], 1, 1), stored, pages[:, half]
             )
 
-    def forward(self, layer, q, k, v, kv_cache, meta, out):
-        pages = kv_cache[0]
+    def forward(self, call):
+        layer = call.layer
+        q = call.q
+        meta = call.metadata
+        pages = call.kv_cache[0]
         device = q.device
         ends = meta.query_start_device[1:]
         tokens = torch.arange(len(q), device=device)
@@ -48,7 +51,7 @@ class StaticBackend(SdpaBackend):
             :, None
         ]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num()
-        out.copy_(torch.einsum("thl,tlhd->thd", weights, values))
+        call.out.copy_(torch.einsum("thl,tlhd->thd", weights, values))
 
 
 class DecodeBackend(StaticBackend):

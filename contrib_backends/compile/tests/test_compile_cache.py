@@ -25,6 +25,7 @@ import toolkit_lm_decoder
 import torch
 from compile_harness import PLUGINS, compiled
 from toolkit_lm.errors import ConfigError
+from toolkit_lm.model import WrappingMethod
 from toolkit_lm_compile import compiler as compiler_module, key as key_module, store
 from toolkit_lm_compile.key import ingredients, key_of
 from toolkit_lm_compile.options import options_of
@@ -153,6 +154,28 @@ def test_what_has_an_effect_misses(model, options):
     assert key(model) != key(model, **options)
 
 
+def test_what_parts_add_to_a_layer_misses(model, monkeypatch):
+    """Taps, and methods that wrap others: without them, code of a model that has none would be
+    found."""
+
+    class Adapting(WrappingMethod):
+        def change(self, x, out, rows):
+            return out
+
+    before = key(model)
+    layer = model.model.layers[0]
+    tap = layer.register_forward_hook(lambda *given: None)
+    tapped = key(model)
+    tap.remove()
+    assert key(model) == before != tapped
+    layer.register_buffer("tapped", torch.zeros(4, 8), persistent=False)
+    assert key(model) != before
+    del layer.tapped
+    linear = layer.self_attn.o_proj
+    monkeypatch.setattr(linear, "method", Adapting(linear.method))
+    assert key(model) != before
+
+
 def test_another_checkout_hits_and_another_text_misses(model, monkeypatch, tmp_path):
     before = key(model)
     file = Path(sys.modules["toolkit_lm_decoder.llama"].__file__)
@@ -236,7 +259,7 @@ COUNTED = ("decoder", "compile")
 
 @pytest.mark.parametrize("changes", [{"version": "9"}, {"content": "another"}])
 def test_plugins_count_where_the_pass_is_made_of_them(model, monkeypatch, changes):
-    """And no others: to upgrade the server is no reason to compile."""
+    """Other plugins do not count: an upgrade of the server causes no compilation."""
     before = key(model)
     whole = PLUGINS.fingerprint()
     counted = set()
@@ -281,7 +304,7 @@ def damage_part(folder):
 
 
 def alter_part(folder):
-    """As many bytes as before."""
+    """Changes a byte and keeps the size."""
     part = next(folder.glob("parts/*/any/aotautograd/code"))
     part.write_text("y" + part.read_text()[1:])
 
@@ -430,7 +453,7 @@ def test_the_folder_is_its_users_alone(tmp_path):
     root = open_root(tmp_path / "c")
     assert root.stat().st_mode & 0o777 == 0o700
     root.chmod(0o770)
-    with pytest.raises(ConfigError, match=r"can be written by others.*--no-compile-cache"):
+    with pytest.raises(ConfigError, match=r"can be written by others.*compile_cache=False"):
         open_root(root)
     root.chmod(0o700)
     (root / "key").mkdir()
@@ -471,8 +494,8 @@ def test_whoever_else_may_rename_a_parent_is_named(tmp_path, monkeypatch, owner,
 @pytest.mark.parametrize(
     ("group", "user", "is_trusted"),
     [
-        # As `umask 002` leaves ~/.cache: the user's private group, whatever group the service runs
-        # with.
+        # `umask 002` leaves ~/.cache like this: the user's private group, whatever group the
+        # service runs with.
         (1000, "alice", True),
         # The same group after somebody was put into it.
         (1001, "carol", False),
@@ -480,7 +503,7 @@ def test_whoever_else_may_rename_a_parent_is_named(tmp_path, monkeypatch, owner,
         (44, "alice", False),
         # The login group of many, whom no list names.
         (100, "alice", False),
-        # Of a container: an fsGroup that the process has, beside runAsGroup, and another.
+        # A container: the process has an fsGroup in addition to runAsGroup, and another group.
         (2000, None, True),
         (3000, None, True),
         (2001, None, False),
@@ -535,7 +558,7 @@ def test_without_a_cache_nothing_is_kept(model, compilations, tmp_path):
     ("text", "reason"),
     [
         ("{", "compilation_config"),
-        ('{"sizes": [1]}', "unknown field `sizes`.*Keys: backend"),
+        ('{"sizes": [1]}', "unknown field .sizes..*Keys: backend"),
         ('{"compile_sizes": [0]}', "compile_sizes"),
         (json.dumps({"compile_sizes": list(range(1, 80))}), "compile_sizes"),
         ('{"compile_ranges": [[4, 2]]}', r"compile_ranges: \[4, 2\] ends before it begins"),

@@ -14,12 +14,12 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_cli.app import run
 from toolkit_lm_compile import archive as archive_module
 from toolkit_lm_compile.archive import read_archive
-from toolkit_lm_compile.split import Plan, Step
+from toolkit_lm_compile.split import ForwardPlan, Step
 from toolkit_lm_compile.store import MANIFEST, Entry, Manifest, open_root
 
 KEY = "ab" * 16
 OTHER = "cd" * 16
-PLAN = Plan(
+PLAN = ForwardPlan(
     arguments={},
     inputs=[],
     num_registers=1,
@@ -311,6 +311,6 @@ def test_import_refuses_what_cannot_be_read(exported, tmp_path, content):
 @pytest.mark.parametrize("place", ["/proc/nowhere/compile", "/proc/self"])
 def test_a_folder_that_cannot_be_made_or_written_is_named(place):
     with pytest.raises(
-        ConfigError, match=r"cannot be (made|written).*cache_dir.*--no-compile-cache"
+        ConfigError, match=r"cannot be (made|written).*cache_dir.*compile_cache=False"
     ):
         open_root(Path(place))

@@ -52,14 +52,12 @@ def compiler_of(llm):
     return llm.llm_engine.client.core.executor.runner.compiler
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
+def make_llama(folder, depth):
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": depth,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }
@@ -71,10 +69,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All of its parts: the first, one between layers, the last."""
+    return make_llama(tmp_path_factory.mktemp("llama"), 3)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """One layer: the first part and the last."""
+    return make_llama(tmp_path_factory.mktemp("shallow"), 1)
+
+
+@pytest.fixture(scope="module")
 def expected(folder, tmp_path_factory):
     llm = LLM(**options_of(folder, tmp_path_factory.mktemp("none")) | {"optimization_level": 0})
     assert compiler_of(llm) is None
     return tokens_of(llm)
+
+
+@pytest.fixture(scope="module")
+def expected_of_shallow(shallow, tmp_path_factory):
+    return tokens_of(
+        LLM(**options_of(shallow, tmp_path_factory.mktemp("none")) | {"optimization_level": 0})
+    )
 
 
 def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path):
@@ -90,14 +107,14 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_two_workers_give_the_same_tokens(folder, expected, tmp_path, backend):
+def test_two_workers_give_the_same_tokens(shallow, expected_of_shallow, tmp_path, backend):
     """Each in a process of its own, with collectives within the compiled parts."""
     details = {"backend": backend, **(QUICKLY if backend == "inductor" else {})}
     llm = LLM(
-        **options_of(folder, tmp_path, **details)
+        **options_of(shallow, tmp_path, **details)
         | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"}
     )
-    assert tokens_of(llm) == expected
+    assert tokens_of(llm) == expected_of_shallow
     if backend == "inductor":
         assert sorted(path.name for path in tmp_path.glob("*/rank_*")) == ["rank_0_0", "rank_1_0"]
         assert len(list(tmp_path.iterdir())) == 1
@@ -109,7 +126,7 @@ def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
     compiler.seal()
     before = compiler.num_compiled
     check(compiler, batches=[[4]])
-    embeds = model.embed(torch.tensor([5, 6]))
+    embeds = model.embed_input_ids(torch.tensor([5, 6]))
     [ours] = hidden_states([Stage(compiler)], [torch.tensor([5, 6])], inputs_embeds=embeds.clone())
     [expected] = hidden_states([model], [torch.tensor([5, 6])], inputs_embeds=embeds.clone())
     assert torch.equal(ours, expected)
@@ -157,16 +174,28 @@ def test_a_step_takes_the_code_of_its_number_of_tokens(folder, tmp_path):
 @pytest.mark.slow
 @needs_bands
 @pytest.mark.timeout(900)
-def test_bands_give_what_the_model_gives(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("bands", "batches"),
+    [
+        ([[1, 4]], [[1], [4], [5], [16], [24]]),
+        # Further ends of a band, and numbers between two.
+        pytest.param(
+            [[1, 4], [16, 37]], [[1], [4], [5], [16], [37], [38], [20]], marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_bands_give_what_the_model_gives(shallow, tmp_path, monkeypatch, bands, batches):
+    """With the kernels `torch`. The test of a second start has a band with the kernels `cpu`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
-    details = {"compile_ranges": [[1, 4], [16, 37]]}
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), shallow, kernels="torch")
+    details = {"compile_ranges": bands}
     # A start must not change what it finds.
     for was_cached in (False, True, True):
-        compiler = compiled(model, level=2, backend="inductor", details=details)
+        compiler = compiled(model, level=2, backend="inductor", kernels="torch", details=details)
         assert compiler.was_cached == was_cached
-        check(compiler, batches=[[1], [4], [5], [16], [37], [38], [20]])
-    assert len(list(tmp_path.glob("**/parts/*/16-37"))) == 3
+        check(compiler, batches=batches)
+    for first, last in bands:
+        assert len(list(tmp_path.glob(f"**/parts/*/{first}-{last}"))) == 2
 
 
 def test_what_inductor_assumes_of_a_number_of_tokens_is_checked():
@@ -299,12 +328,12 @@ def test_bands_are_refused_where_torch_cannot_be_told_them(monkeypatch, bands):
 @pytest.mark.slow
 @needs_bands
 def test_no_request_compiles_and_a_second_start_runs_no_compiler(
-    folder, expected, tmp_path, monkeypatch, request
+    shallow, expected_of_shallow, tmp_path, monkeypatch, request
 ):
-    llm = LLM(**options_of(folder, tmp_path / "cache"))
+    llm = LLM(**options_of(shallow, tmp_path / "cache"))
     compiler = compiler_of(llm)
-    assert (compiler.was_cached, compiler.num_compiled) == (False, 6), (
-        "three parts, each for any number of tokens and for three"
+    assert (compiler.was_cached, compiler.num_compiled) == (False, 4), (
+        "two parts, each for any number of tokens and for three"
     )
 
     def refuse(*args, **kwargs):
@@ -312,9 +341,9 @@ def test_no_request_compiles_and_a_second_start_runs_no_compiler(
 
     monkeypatch.setattr(compiler_module, "compile_part", refuse)
     monkeypatch.setattr(torch, "compile", refuse)
-    assert tokens_of(llm) == expected
+    assert tokens_of(llm) == expected_of_shallow
     assert (
-        compiler.num_compiled == compiler.compiled_when_sealed == 6
+        compiler.num_compiled == compiler.compiled_when_sealed == 4
         and compiler.num_eager_steps == 0
     )
     # Elsewhere, in another process.
@@ -324,19 +353,18 @@ def test_no_request_compiles_and_a_second_start_runs_no_compiler(
         "-c",
         WARM,
         str(request.path.parent),
-        str(folder),
+        str(shallow),
         str(tmp_path / "moved"),
     ]
     warm = subprocess.run(script, capture_output=True, text=True, timeout=250)
     assert warm.returncode == 0, warm.stderr
-    assert json.loads(warm.stdout.splitlines()[-1]) == [expected, True, 0, 0]
+    assert json.loads(warm.stdout.splitlines()[-1]) == [expected_of_shallow, True, 0, 0]
 
 
-# With the kernels `cpu`, test_no_request_compiles_and_a_second_start_runs_no_compiler does, too.
-@pytest.mark.parametrize(
-    "kernels",
-    [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=pytest.mark.nightly)],
-)
+# test_bands_give_what_the_model_gives does, too, with `torch`, and the test of a second start with
+# `cpu`.
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
 def test_inductor_gives_what_the_model_gives(folder, tmp_path, monkeypatch, kernels):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder, kernels=kernels)

@@ -13,6 +13,7 @@ import transformers
 from compile_harness import PLUGINS, Stage, check, compiled
 from qwen_harness import random_qwen
 from toolkit_lm.errors import UnsupportedError
+from toolkit_lm_compile import compiler as compiler_module
 from toolkit_lm_devkit import load_checkpoint, randomize
 from toolkit_lm_devkit.forward import encoder_decoder_logits
 from toolkit_lm_moe.experts import RoutedExperts
@@ -32,15 +33,18 @@ def with_backends(cases, for_inductor, chosen):
     """(case, backend): each case with parts as they were traced; those of `for_inductor` compiled
     by Inductor.
 
-    A wrong graph is found as it was traced. The `chosen` have each kind of operation that Inductor
-    compiles; the others are nightly.
+    A wrong graph is found as it was traced. `for_inductor` have each value of what a graph depends
+    on, and the `chosen` each kind of operation that Inductor compiles; the others are nightly.
     """
     assert set(chosen) <= set(for_inductor)
+    traced = [
+        pytest.param(case, "eager", marks=() if case in for_inductor else NIGHTLY) for case in cases
+    ]
     compiled = [
         pytest.param(case, "inductor", marks=SLOW if case in chosen else NIGHTLY)
         for case in for_inductor
     ]
-    return [(case, "eager") for case in cases] + compiled
+    return traced + compiled
 
 
 def one_token_types(num_tokens):
@@ -52,9 +56,9 @@ def private_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-# Soft caps and norms on both sides; layer norms with learned positions. Gemma 3, which has two
-# rotary embeddings, is the text model of test_vision_models.
-CHOSEN = [one for one in DECODERS if one[0] in ("Gemma2ForCausalLM", "OPTForCausalLM")]
+# Layer norms with biases and learned positions. T5Gemma, in test_encoder_decoders, has the layers
+# of Gemma 2, with norms on both sides; ModernBert, in test_encoders, has two rotary embeddings.
+CHOSEN = [one for one in DECODERS if one[0] == "OPTForCausalLM"]
 
 
 @pytest.mark.parametrize(("case", "backend"), with_backends(DECODERS, DECODERS, CHOSEN))
@@ -119,7 +123,7 @@ def test_the_parts_of_a_mixture_do_not_grow_with_its_depth(tmp_path):
 
 
 def test_experts_in_one_product(tmp_path, monkeypatch):
-    """As on a GPU."""
+    """Experts are stacked in one product, which they otherwise are on a GPU."""
     stacked = []
 
     class Stacked(RoutedExperts):
@@ -158,7 +162,8 @@ ENCODERS = [
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    with_backends(encoder_families.VARIANTS, ENCODERS, ["Bert", "ModernBert"]),
+    # Bert's operations are among those of OPT and ModernBert.
+    with_backends(encoder_families.VARIANTS, ENCODERS, ["ModernBert"]),
 )
 def test_encoders(tmp_path, family, backend):
     if not hasattr(transformers, f"{family}Model"):
@@ -213,8 +218,10 @@ def test_encoder_decoders(tmp_path, architecture, backend):
     assert compiler.num_eager_steps == 0
 
 
+# Inductor compiles embeddings as inputs in test_three_axes_by_inductor, and two rotary embeddings
+# in test_encoders.
 @pytest.mark.parametrize(
-    ("family", "backend"), with_backends(["llava", "gemma3"], ["llava", "gemma3"], ["gemma3"])
+    ("family", "backend"), with_backends(["llava", "gemma3"], ["llava", "gemma3"], [])
 )
 def test_vision_models(tmp_path, family, backend):
     random_model(family).save_pretrained(tmp_path)
@@ -232,18 +239,22 @@ def test_vision_models(tmp_path, family, backend):
     assert first.plan.parts[-1] == second.plan.parts[-1], "what comes after is the same code"
 
 
+def qwen(family, folder):
+    random_qwen(family).save_pretrained(folder)
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return load_checkpoint(
+        PLUGINS.models.load(architecture), folder, plugins=PLUGINS, max_model_len=128
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "backend"),
-    with_backends(["qwen2_vl", "qwen2_5_vl"], ["qwen2_vl", "qwen2_5_vl"], ["qwen2_5_vl"]),
+    with_backends(["qwen2_vl", "qwen2_5_vl"], ["qwen2_vl", "qwen2_5_vl"], []),
 )
 def test_positions_of_three_axes(tmp_path, family, backend):
     """Multimodal rotary positions [3, T], and [T] of text alone; each with and without
     embeddings."""
-    random_qwen(family).save_pretrained(tmp_path)
-    architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
-    model = load_checkpoint(
-        PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS, max_model_len=128
-    )
+    model = qwen(family, tmp_path)
     compiler = compiled(model, backend=backend)
     forms = [
         (len(form), ndim)
@@ -270,6 +281,34 @@ def test_positions_of_three_axes(tmp_path, family, backend):
         # Three axes count, and equal ones are as one.
         assert total == 1 or (seen[0] - seen[2]).abs().max() > 1e-3
         torch.testing.assert_close(seen[2], seen[4], atol=1e-5, rtol=1e-5)
+    assert compiler.num_eager_steps == 0
+
+
+@pytest.mark.slow
+def test_three_axes_by_inductor(tmp_path, monkeypatch):
+    """With embeddings alone: what is compiled for the other forms differs in its first part only,
+    and is traced above."""
+    examples = compiler_module._examples
+    form = {"input_ids": 0, "positions": 1, "inputs_embeds": 0}
+    monkeypatch.setattr(
+        compiler_module,
+        "_examples",
+        lambda *given: [one for one in examples(*given) if one[1] == form],
+    )
+    model = qwen("qwen2_5_vl", tmp_path)
+    compiler = compiled(model, backend="inductor")
+    assert len(compiler._programs) == 1
+    for lengths in ([1], [5, 9, 2], [24], [37]):
+        total = sum(lengths)
+        generator = torch.Generator().manual_seed(total)
+        given = {
+            "positions": torch.randint(0, 100, (3, total), generator=generator),
+            "inputs_embeds": torch.randn(total, 64, generator=generator),
+        }
+        ids = torch.zeros(total, dtype=torch.int64)
+        with torch.inference_mode(), sequences(model, lengths):
+            ours, expected = (one(ids, **given) for one in (compiler, model))
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
     assert compiler.num_eager_steps == 0
 
 

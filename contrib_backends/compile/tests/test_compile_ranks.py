@@ -14,7 +14,7 @@ from toolkit_lm_devkit import hidden_states, load_checkpoint, randomize
 from toolkit_lm_devkit.thread_ranks import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# By Inductor two ranks are compiled in test_compile_engine.py, too.
+# test_compile_engine.py compiles two ranks with Inductor, too.
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.nightly)]
 
 
@@ -105,6 +105,6 @@ def test_pipeline_stages_are_refused(tmp_path):
     with pytest.raises(
         UnsupportedError,
         match=r"inductor: it compiles models of one pipeline stage only "
-        r"\(--pipeline-parallel-size 1\)",
+        r"\(pipeline_parallel_size=1\)",
     ):
         make_compiler(model, config, PLUGINS)

@@ -1,5 +1,9 @@
 """Families of models over ranks: tokens, beams, vectors are those of one rank, in chunks, swapped,
-and from the prefix cache."""
+and from the prefix cache.
+
+`tests/test_rank_families.py` has all families over ranks that are threads. Here each kind of plan
+and of result is sent to processes once, in each way to share a model; the rest at night.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import moe_families
 import pytest
 import vision_checkpoints
 from toolkit_lm import LLM, PoolingParams, SamplingParams
-from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.errors import CheckpointError
 from toolkit_lm.events import RequestEvent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_devkit import make_checkpoint, randomize, write_tokenizer
@@ -42,12 +46,10 @@ BLOCKS = {
     "Gemma2ForCausalLM": 112,
     "Gemma3ForCausalLM": 90,
 }
-"""Of the pool, where layers have windows; else 30. No fewer than four sequences of a prompt
-take."""
-QUICK = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
-PACKED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
-"""Their checkpoints hold several layers in one tensor. The kit cuts those of all families, in one
-process."""
+"""Blocks of the pool for families with windows. Others have 30. A smaller pool could not hold four
+sequences of a prompt."""
+BY_DAY = "Gemma3ForCausalLM"
+"""It has two kinds of windows."""
 SIZES = [(2, 1), (1, 2), (2, 2)]
 
 
@@ -80,8 +82,8 @@ def tokens(outputs) -> list[list[list[int]]]:
 def generated(
     folder: Path, sizes: tuple[int, int], prompts=None, *, beams=True, **options
 ) -> tuple[list, int]:
-    """What an engine makes of everything, twice, so that it begins after cached prefixes, and how
-    often it preempted."""
+    """Generates each kind of request twice, so that it starts from cached prefixes. Returns the
+    results and the number of preemptions."""
     counter = Preemptions()
     prompts = prompts or [
         prompt(length, start)
@@ -105,14 +107,9 @@ def check(folder: Path, sizes, *arguments, **options) -> int:
     return preemptions
 
 
-def marks_of(architecture):
-    if architecture in QUICK:
-        return ()
-    return SLOW if architecture in PACKED else NIGHTLY
-
-
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(one, marks=marks_of(one)) for one in DECODERS]
+    "architecture",
+    [pytest.param(one, marks=() if one == BY_DAY else NIGHTLY) for one in DECODERS],
 )
 def test_decoders(tmp_path, architecture):
     """Each family: its first variant, over two ranks."""
@@ -130,10 +127,11 @@ def test_decoders(tmp_path, architecture):
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        pytest.param("no window, tied", (1, 2), marks=SLOW),
-        pytest.param("window", (2, 2), marks=SLOW),
-        pytest.param("no window, tied", (2, 2), marks=NIGHTLY),
-        pytest.param("window", (1, 2), marks=NIGHTLY),
+        pytest.param("no window, tied", (2, 2), marks=SLOW),
+        *(
+            pytest.param(*one, marks=NIGHTLY)
+            for one in (("no window, tied", (1, 2)), ("window", (1, 2)), ("window", (2, 2)))
+        ),
     ],
 )
 def test_stages(tmp_path, variant, sizes):
@@ -150,15 +148,12 @@ def test_stages(tmp_path, variant, sizes):
 @pytest.mark.parametrize(
     ("family", "variant", "sizes"),
     [
-        ("mixtral", "2 of 4", (2, 1)),
-        pytest.param("qwen3_moe", "1 of 8, dense between", (2, 2), marks=SLOW),
-        *(pytest.param("mixtral", "2 of 4", sizes, marks=NIGHTLY) for sizes in SIZES[1:]),
-        *(
-            pytest.param("qwen3_moe", "1 of 8, dense between", sizes, marks=NIGHTLY)
-            for sizes in SIZES[:2]
-        ),
+        (family, variant, sizes)
+        for family, variant in (("mixtral", "2 of 4"), ("qwen3_moe", "1 of 8, dense between"))
+        for sizes in SIZES
     ],
 )
+@NIGHTLY
 def test_mixtures_of_experts(tmp_path, family, variant, sizes):
     model = moe_families.make(family, variant)
     randomize(model)
@@ -199,26 +194,12 @@ def test_encoder_decoders(tmp_path, architecture):
     check(tmp_path, (2, 1), **options)
 
 
-def test_encoder_decoders_run_in_one_stage(tmp_path):
-    fields = next(iter(encdec_families.VARIANTS["BartForConditionalGeneration"].values()))
-    encdec_families.make_model(
-        "BartForConditionalGeneration", {**fields, "vocab_size": VOCAB_SIZE}
-    ).save_pretrained(tmp_path)
-    write_tokenizer(tmp_path, VOCAB_SIZE)
-    with pytest.raises(
-        UnsupportedError, match="run in one pipeline stage: lower --pipeline-parallel-size"
-    ) as caught:
-        LLM(str(tmp_path), **TIGHT, **sized((1, 2)), max_encoder_len=64)
-    assert "on rank " in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
         ("llava", (2, 1)),
-        pytest.param("gemma3", (2, 2), marks=SLOW),
         *(pytest.param("llava", sizes, marks=NIGHTLY) for sizes in SIZES[1:]),
-        *(pytest.param("gemma3", sizes, marks=NIGHTLY) for sizes in SIZES[:2]),
+        *(pytest.param("gemma3", sizes, marks=NIGHTLY) for sizes in SIZES),
     ],
 )
 def test_vision(tmp_path, family, sizes):
@@ -239,13 +220,14 @@ def test_vision(tmp_path, family, sizes):
     ("family", "sizes"),
     [
         ("Bert", (2, 1)),
-        pytest.param("ModernBert", (1, 2), marks=SLOW),
-        pytest.param("Bert", (1, 2), marks=NIGHTLY),
-        pytest.param("ModernBert", (2, 1), marks=NIGHTLY),
+        *(
+            pytest.param(*one, marks=NIGHTLY)
+            for one in (("Bert", (1, 2)), ("ModernBert", (2, 1)), ("ModernBert", (1, 2)))
+        ),
     ],
 )
 def test_encoders(tmp_path, family, sizes):
-    """What is pooled of whole prompts, without a KV cache."""
+    """Pooled results of whole prompts, without a KV cache."""
     fields = next(iter(encoder_families.VARIANTS[family].values()))
     model = encoder_families.make_model(
         f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE}
@@ -257,7 +239,7 @@ def test_encoders(tmp_path, family, sizes):
 
 @pytest.mark.parametrize(
     "sizes",
-    [*(pytest.param(one, marks=NIGHTLY) for one in SIZES[:2]), pytest.param((2, 2), marks=SLOW)],
+    [(1, 2), *(pytest.param(one, marks=NIGHTLY) for one in ((2, 1), (2, 2)))],
 )
 def test_pooled_decoders(tmp_path, sizes):
     """In chunks, whose state the last stage keeps."""

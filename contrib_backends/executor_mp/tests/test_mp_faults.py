@@ -1,14 +1,17 @@
-"""What goes wrong: workers that die at any moment, requests that one rank fails on, and what cannot
-run."""
+"""Faults: workers that die at any moment, requests that one rank fails on, and unsupported
+configs."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -27,10 +30,11 @@ from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution import resolve
 from toolkit_lm_devkit.executor import write_llama
 from toolkit_lm_executor_mp import executor, link, wire
+from toolkit_lm_executor_mp.process import WorkerProcess
 
 OPTIONS = {"device": "cpu", "block_size": 4, "max_model_len": 64, "num_kv_blocks": 64}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SIZES = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.nightly)]
+SIZES = [(1, 2), *(pytest.param(one, marks=pytest.mark.nightly) for one in ((2, 1), (2, 2)))]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,14 @@ def workers() -> set[int]:
     return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE} - OTHERS
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Waits until it holds, within SOON."""
+    end = time.monotonic() + SOON
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def prompt(length: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [(3 * k) % 250 + 3 for k in range(1, length + 1)]}
 
@@ -97,11 +109,12 @@ DOING = {
 
 @pytest.mark.parametrize(
     ("rank", "when"),
-    # Each moment of some rank; at night of both.
-    [(0, "import"), (1, "load"), (0, "warm_up")]
+    # Each rank; at night at each moment. `test_who_does_not_know_the_key_is_refused` has one that
+    # dies while it imports.
+    [(1, "load"), (0, "warm_up")]
     + [
         pytest.param(*one, marks=pytest.mark.nightly)
-        for one in ((1, "import"), (0, "load"), (1, "warm_up"))
+        for one in ((0, "import"), (1, "import"), (0, "load"), (1, "warm_up"))
     ],
 )
 def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank, when):
@@ -115,8 +128,15 @@ def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank
         ranks(folder, (2, 1))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "sizes"),
+    # Each rank, and each way to share the model; at night both of all.
+    [(0, (2, 1)), (1, (1, 2))]
+    + [
+        pytest.param(*one, marks=pytest.mark.nightly)
+        for one in ((1, (2, 1)), (0, (1, 2)), (0, (2, 2)), (1, (2, 2)))
+    ],
+)
 def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, rank):
     sabotage(rank, "step", "kill")
     with ranks(folder, sizes) as llm:
@@ -133,29 +153,6 @@ def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, 
         while workers() and time.monotonic() - start < SOON:
             time.sleep(0.05)
         assert workers() == set()
-
-
-def test_a_worker_that_dies_while_nothing_is_asked(folder, nothing_is_left):
-    """The engine's process ends with it, and says so: whoever polls the health need not send a
-    request."""
-    with ranks(folder, (2, 1), engine_process=True) as llm:
-        assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)) == 1
-        [killed] = [
-            pid
-            for pid in workers()
-            if b"worker 1 " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        ]
-        os.kill(killed, signal.SIGKILL)
-        end = time.monotonic() + SOON
-        while workers() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert workers() == set()
-        with pytest.raises(
-            EngineDeadError,
-            match=r"the worker of rank 1 \(process \d+\) has died between steps: it was killed "
-            r"by SIGKILL",
-        ):
-            llm.generate([prompt(5)], PARAMS, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ def test_a_worker_that_hangs_after_another_has_failed(
 
 
 def step(llm):
-    """What a step gives that has a prompt of thirteen tokens, within 20 s."""
+    """Runs a step with a prompt of thirteen tokens. Returns its result within 20 s."""
     from toolkit_lm.messages import StepPlan
     from toolkit_lm_devkit.executor import new, row
 
@@ -216,13 +213,16 @@ def test_a_failed_step_leaves_no_thread_that_spins(folder, sabotage, nothing_is_
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals here")
-def test_a_worker_that_a_signal_without_a_name_ends(folder, sabotage, nothing_is_left):
-    sabotage(1, "step", "unnamed")
-    with (
-        ranks(folder, (2, 1)) as llm,
-        pytest.raises(EngineDeadError, match=f"it was killed by signal {int(signal.SIGRTMIN) + 3}"),
-    ):
-        step(llm)
+def test_a_worker_that_a_signal_without_a_name_ends(tmp_path, monkeypatch):
+    """A process in the place of a worker's, without an engine."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 100\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    process = WorkerProcess(1, 1, tmp_path, b"key")
+    os.kill(process.pid, signal.SIGRTMIN + 3)
+    until(lambda: not process.is_alive)
+    assert f"it was killed by signal {signal.SIGRTMIN + 3}." in str(process.death("in step 7"))
 
 
 def test_reports_that_cannot_be_read_end_the_workers(folder, nothing_is_left, monkeypatch):
@@ -247,7 +247,7 @@ def test_garbage_may_be_collected_in_the_thread_that_takes_reports(folder, nothi
         assert [process.is_alive for process in held.processes] == [False, False]
 
 
-@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("is_told", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_an_engine_that_is_killed_while_it_connects_anew_leaves_no_folder(
     folder, sabotage, nothing_is_left, is_told
 ):
@@ -293,16 +293,66 @@ def test_a_request_that_one_rank_fails_on_ends_alone(folder, sabotage, nothing_i
                 assert outputs[index].outputs[0].token_ids == expected[index].outputs[0].token_ids
 
 
-def test_an_engine_process_begins_anew_when_a_worker_has_died(
+@pytest.mark.slow
+def test_an_engine_process_and_its_workers_end_together(
     folder, sabotage, nothing_is_left, monkeypatch
 ):
+    """The front is told who has died, and goes on with the next engine. When all have ended, nobody
+    need send a request to hear of it."""
     sabotage(1, "step", "kill")
-    with ranks(folder, (2, 1), engine_process=True, restart_engine=1) as llm:
+    with ranks(folder, (2, 1), engine_process=True, restart_engine=2) as llm:
+
+        def tokens(length):
+            [output] = llm.generate([prompt(length)], PARAMS, use_tqdm=False)
+            return output.outputs[0].token_ids
+
+        expected = tokens(5)
+        # Ctrl-C goes to all processes of a terminal: the workers go on.
+        for pid in processes_of_ranks():
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        assert tokens(5) == expected
         with pytest.raises(EngineDeadError, match="the worker of rank 1"):
-            llm.generate([prompt(13)], PARAMS, use_tqdm=False)
+            tokens(13)
+
         monkeypatch.delenv("SABOTAGE")
         llm.engine.restart()
-        assert len(llm.generate([prompt(13)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8
+        assert len(tokens(13)) == 8
+        os.kill(processes_of_ranks()[1], signal.SIGKILL)
+        end = time.monotonic() + SOON
+        while workers() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert workers() == set()
+        with pytest.raises(
+            EngineDeadError,
+            match=r"the worker of rank 1 \(process \d+\) has died between steps: it was killed "
+            r"by SIGKILL",
+        ):
+            tokens(5)
+
+        llm.engine.restart()
+        assert tokens(5) == expected
+        found = [psutil.Process(pid) for pid in workers()]
+        [engine] = [one for one in found if any(one.pid == other.ppid() for other in found)]
+        engine.kill()
+        with pytest.raises(
+            EngineDeadError,
+            match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL",
+        ):
+            tokens(5)
+        _, alive = psutil.wait_procs(found, SOON)
+        assert (len(found), alive) == (3, [])
+
+
+def processes_of_ranks() -> list[int]:
+    """Of both ranks, in their order, whoever has started them."""
+    found = {}
+    for pid in workers():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        for rank in (0, 1):
+            if b"worker %d " % rank in command:
+                found[rank] = pid
+    return [found[0], found[1]]
 
 
 @pytest.mark.parametrize(
@@ -310,10 +360,11 @@ def test_an_engine_process_begins_anew_when_a_worker_has_died(
     # At night each moment of both.
     [
         (0.3, True),
-        pytest.param(2.0, True, marks=pytest.mark.slow),
         pytest.param(None, False, marks=pytest.mark.slow),
-        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((0.3, False), (2.0, False))),
-        pytest.param(None, True, marks=pytest.mark.nightly),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in ((0.3, False), (2.0, True), (2.0, False), (None, True))
+        ),
     ],
 )
 def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay):
@@ -346,25 +397,6 @@ def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay
     assert alive == []
 
 
-@pytest.mark.slow
-def test_an_engine_process_that_is_killed_takes_its_workers_along(folder, nothing_is_left):
-    """The front is told who has died, and goes on with the next engine."""
-    with ranks(folder, (2, 1), engine_process=True, restart_engine=1) as llm:
-        expected = llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
-        found = [psutil.Process(pid) for pid in workers()]
-        [engine] = [one for one in found if any(one.pid == other.ppid() for other in found)]
-        engine.kill()
-        with pytest.raises(
-            EngineDeadError,
-            match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL",
-        ):
-            llm.generate([prompt(5)], PARAMS, use_tqdm=False)
-        _, alive = psutil.wait_procs(found, SOON)
-        assert (len(found), alive) == (3, [])
-        llm.engine.restart()
-        assert llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
-
-
 def test_heads_that_do_not_divide(folder, nothing_is_left):
     """One error, of one rank."""
     with pytest.raises(
@@ -375,13 +407,16 @@ def test_heads_that_do_not_divide(folder, nothing_is_left):
         ranks(folder, (3, 1))
 
 
-def test_more_stages_than_layers(folder, nothing_is_left):
+def test_more_stages_than_layers(folder, nothing_is_left, tmp_path):
+    shorter = shutil.copytree(folder, tmp_path / "shorter")
+    config = json.loads((shorter / "config.json").read_text())
+    (shorter / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(
         ConfigError,
-        match=r"the 4 layers of model\.layers cannot be cut into 5 stages: .* \(on rank \d while "
+        match=r"the 1 layers of model\.layers cannot be cut into 2 stages: .* \(on rank \d while "
         r"loading",
     ):
-        ranks(folder, (1, 5))
+        ranks(shorter, (1, 2))
 
 
 def test_more_ranks_than_gpus(folder, monkeypatch):
@@ -421,6 +456,7 @@ def test_plugins_from_code_that_workers_need_are_refused(folder):
         LLM(str(folder), tensor_parallel_size=2, plugins=[Mine()], **OPTIONS)
 
 
+@pytest.mark.nightly
 def test_workers_with_other_plugins_are_refused(folder, sabotage, nothing_is_left, tmp_path):
     plugins = Plugins.load()
     plugins.fingerprint(installed=True)
@@ -457,14 +493,24 @@ def test_who_does_not_know_the_key_is_refused(folder, nothing_is_left, monkeypat
         ranks(folder, (2, 1))
 
 
-def test_a_start_that_takes_too_long(folder, sabotage, nothing_is_left):
-    sabotage(1, "load", "hang")
+def test_a_start_that_takes_too_long(folder, sabotage, nothing_is_left, monkeypatch):
+    struck = sabotage(1, "load", "hang")
+    answers = link.Link.answers
+
+    def late(self, call, end):
+        """As if the minute were over once the rank hangs."""
+        if call.doing == DOING["load"]:
+            until(struck.exists)
+            end -= 60
+        return answers(self, call, end)
+
+    monkeypatch.setattr(link.Link, "answers", late)
     with pytest.raises(
         EngineDeadError,
-        match="rank 1 were not ready within start_timeout: they got no further while loading the "
-        "model",
+        match=r"rank (0, )?1 were not ready within start_timeout: they got no further while "
+        "loading the model",
     ):
-        ranks(folder, (2, 1), start_timeout=30)
+        ranks(folder, (2, 1), start_timeout=60)
 
 
 def test_a_temporary_folder_of_too_long_a_name(folder, tmp_path, monkeypatch):
@@ -474,12 +520,3 @@ def test_a_temporary_folder_of_too_long_a_name(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="too long: a socket in it may have at most"):
         ranks(folder, (2, 1))
     assert list(long.iterdir()) == []
-
-
-def test_a_signal_that_stops_the_terminal_is_the_front_s(folder, nothing_is_left):
-    """Ctrl-C goes to all processes of a terminal: the workers go on."""
-    with ranks(folder, (2, 1)) as llm:
-        for pid in llm.engine.client.core.executor.pids:
-            os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGTERM)
-        assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8

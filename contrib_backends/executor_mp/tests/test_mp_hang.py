@@ -26,7 +26,7 @@ def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
         engine_process=True,
     )
 
-    # Of the rank that hangs, and of the one that waits for it.
+    # Stacks of the rank that hangs, and of the one that waits for it.
     told = ("in strike", "in all_reduce")
 
     async def body():

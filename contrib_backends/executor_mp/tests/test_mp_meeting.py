@@ -25,7 +25,7 @@ from toolkit_lm_executor_mp.store import OpenFileStore, SignedStore
 
 
 def both(work, size=2):
-    """What `work` returns for each rank, in threads."""
+    """Runs `work` for each rank in a thread of its own. Returns the results."""
     with ThreadPoolExecutor(size) as threads:
         return [one.result(30) for one in [threads.submit(work, rank) for rank in range(size)]]
 
@@ -231,7 +231,7 @@ class TestSockets:
             group.close()
 
     def test_strangers_are_sent_away(self, monkeypatch):
-        """Whoever can see an address that is no file can connect to it."""
+        """Abstract addresses can be seen, and connected to, by any process."""
         store = dist.HashStore()
         strangers = []
         listened = threading.Event()
@@ -282,7 +282,7 @@ class TestSockets:
 
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux alone can")
 class TestMeetings:
-    """Of nodes. Ranks may be connected anew before an earlier try is over."""
+    """Meetings of nodes. Ranks may reconnect before an earlier attempt is over."""
 
     @pytest.fixture
     def nodes(self):

@@ -1,4 +1,4 @@
-"""What ranks of one machine exchange over memory that they have all mapped."""
+"""Exchange of ranks on one machine over shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 import zipfile
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,17 @@ from toolkit_lm_executor_mp.socket_group import LostRankError, SocketGroup
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1,), (3, 129), (32, 128), (1000, 1001)]
 """The last one takes several turns."""
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Ranks are forks of a process that has imported torch once, for all tests of this file."""
 SPECIALS = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-7, 65504.0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """What forks ranks. It ends with this file's tests."""
+    CONTEXT.set_forkserver_preload(["toolkit_lm_executor_mp.groups", "pytest"])
+    yield
+    forkserver._forkserver._stop()
 
 
 def _enter(work, path, size, rank, results):
@@ -38,12 +49,11 @@ def _enter(work, path, size, rank, results):
 
 
 def run(tmp_path, work, size):
-    """What `work` returns on each rank, given the group. Numbers and bytes only: tensors would be
-    shared."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    """Runs `work` on each rank with its group. Returns the results, as numbers and bytes only:
+    tensors would be shared."""
+    results = CONTEXT.Queue()
     processes = [
-        context.Process(target=_enter, args=(work, tmp_path / "meeting", size, rank, results))
+        CONTEXT.Process(target=_enter, args=(work, tmp_path / "meeting", size, rank, results))
         for rank in range(size)
     ]
     for process in processes:
@@ -84,7 +94,7 @@ def _gathered(group):
                 dim,
             )
             found.append(torch.equal(group.all_gather(tensor, dim), expected))
-    # What is not contiguous.
+    # A tensor that is not contiguous.
     tensor = part(group.rank, (6, 4), torch.float32).T
     expected = torch.cat([part(rank, (6, 4), torch.float32).T for rank in range(group.size)], 1)
     return [*found, torch.equal(group.all_gather(tensor, 1), expected)]
@@ -129,7 +139,7 @@ def _everything(group):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, tmp_path_factory):
-    """By rank, what came of everything."""
+    """The results of `_everything` by rank."""
     return run(tmp_path_factory.mktemp("ranks"), _everything, request.param)
 
 
@@ -220,10 +230,9 @@ def _enter_without(path, rank, results):
 
 
 def test_where_one_rank_cannot_map_it_all_use_sockets(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     processes = [
-        context.Process(target=_enter_without, args=(tmp_path / "meeting", rank, results))
+        CONTEXT.Process(target=_enter_without, args=(tmp_path / "meeting", rank, results))
         for rank in range(2)
     ]
     for process in processes:
@@ -254,10 +263,9 @@ def _over_sockets(group):
 
 def test_sockets_give_what_memory_gives(tmp_path):
     """To the last bit."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     processes = [
-        context.Process(target=_everything_over_sockets, args=(tmp_path / "meeting", rank, results))
+        CONTEXT.Process(target=_everything_over_sockets, args=(tmp_path / "meeting", rank, results))
         for rank in range(3)
     ]
     for process in processes:
@@ -279,10 +287,9 @@ def _endless(group):
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
 def test_nothing_is_left_of_ranks_that_are_killed(tmp_path):
     before = set(os.listdir("/dev/shm"))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     processes = [
-        context.Process(target=_enter, args=(_endless, tmp_path / "meeting", 2, rank, results))
+        CONTEXT.Process(target=_enter, args=(_endless, tmp_path / "meeting", 2, rank, results))
         for rank in range(2)
     ]
     for process in processes:

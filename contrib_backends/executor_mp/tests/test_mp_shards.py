@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory):
 
 
 def held(folder, tensor: int, pipeline: int) -> list[int]:
-    """Bytes of memory of each worker that are no file's, once it has loaded the model."""
+    """Bytes of anonymous memory of each worker, once it has loaded the model."""
     plugins = Plugins.load()
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     config = VllmConfig.make(
@@ -83,12 +83,18 @@ def held(folder, tensor: int, pipeline: int) -> list[int]:
     return [one.rss - one.shared for one in memory]
 
 
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """What one worker holds that has no other beside it."""
+    [found] = held(checkpoint[0], 1, 1)
+    return found
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)]
 )
-def test_a_worker_holds_its_shard(checkpoint, tensor, pipeline):
+def test_a_worker_holds_its_shard(checkpoint, whole, tensor, pipeline):
     folder, num_bytes = checkpoint
-    [whole] = held(folder, 1, 1)
     for half in held(folder, tensor, pipeline):
         assert whole - half == pytest.approx(num_bytes / 2, rel=0.15), (
             f"{num_bytes / 2**20:.0f} MiB of weights"

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
     "features", [{"window": None}, {"window": 6}, {"window": 40, "soft_cap": 2.0}], ids=str
 )
 def test_later_steps_read_where_the_recorded_one_read(features) -> None:
-    """What `build` fills lies where it lay, has room for the longest rows, and holds nothing of
-    longer steps before."""
+    """`build` fills tensors at the same addresses, with room for the longest rows, and leaves
+    nothing of longer steps in them."""
     told = []
     found = torch.empty(ROWS, 4, 64)
 
@@ -35,7 +35,7 @@ def test_later_steps_read_where_the_recorded_one_read(features) -> None:
             soft_cap,
         )
         told.append(([(one.data_ptr(), one.shape, one.stride()) for one in tensors], numbers))
-        # What stands for the kernel reads by numbers on the host, as the kernel does on the device.
+        # The stand-in reads by numbers on the host, as the kernel does on the device.
         with _disable_current_modes():
             return found.copy_(attend(q, k, v, given, scale, soft_cap))
 

@@ -1,9 +1,9 @@
-"""A stand-in for the module flashinfer that runs on a CPU: wrappers with the same signatures, which
-do what FlashInfer's documentation says of them, in plain torch.
+"""A CPU stand-in for the module flashinfer.
 
-As kernels do, they multiply the values of masked keys by zero, and read no key past the last of a
-row. Rows without keys give NaN: the documentation does not say what they give. In CUDA graph mode
-`run` reads the buffers that `plan` fills, and nothing else of the step.
+Its wrappers have the same signatures, and follow FlashInfer's documentation in plain torch. Like
+the kernels, they multiply the values of masked keys by zero, and read no key past the last of a
+row. Rows without keys give NaN, since the documentation does not say what they give. In CUDA graph
+mode `run` reads the buffers that `plan` fills, and nothing else of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class _Wrapper:
-    """What both have in common: the buffers of a plan, and attention."""
+    """Base of both wrappers: the buffers of a plan, and attention."""
 
     def _begin(
         self,
@@ -90,7 +90,7 @@ class _Wrapper:
         assert k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == q.stride(-1) == 1
         assert q.shape == (query_start[-1], num_heads, head_size)
         assert (q.dtype, k_cache.dtype, v_cache.dtype) == self.dtypes
-        # What is cloned is read once, and whole: so a recorder sees the same reads in each step.
+        # A clone is read once, and whole: so a recorder sees the same reads in each step.
         indptr = self.buffers["indptr"].clone().tolist()
         last = self.buffers["last_page_len"].clone().tolist()
         ids = self.buffers["indices"].clone()[: indptr[-1]].long()
@@ -135,7 +135,7 @@ def _dtypes(*given: Any) -> tuple[torch.dtype, ...]:
 
 
 def _unused(**given: Any) -> None:
-    """What the stand-in does not do must not be asked for."""
+    """Raises NotImplementedError for arguments that the stand-in does not support."""
     asked = {name: value for name, value in given.items() if value not in (None, False, 0, "NONE")}
     if asked:
         raise NotImplementedError(f"the stand-in knows no {asked}")

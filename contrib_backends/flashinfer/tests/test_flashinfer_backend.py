@@ -17,7 +17,14 @@ from flashinfer_stand_in import (
     StandInBackend,
 )
 from test_flashinfer_pages import make_batch
-from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, GraphSupport, GroupSetup
+from toolkit_lm.attention import (
+    AttentionCall,
+    AttentionSpec,
+    AttentionType,
+    BatchLimits,
+    GraphSupport,
+    GroupSetup,
+)
 from toolkit_lm.kv import CrossSpec, FullSpec, PageTensor, WindowSpec
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
@@ -39,10 +46,11 @@ SPEC = AttentionSpec(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_runs_every_type(type, dtype, head_size) -> None:
+    kept = msgspec.structs.replace(SPEC.kv_cache, dtype=dtype)
     assert (
         FlashInferBackend.lacks(
             msgspec.structs.replace(
-                SPEC, type=type, dtype=dtype, head_size=head_size, soft_cap=30.0
+                SPEC, type=type, dtype=dtype, kv_cache=kept, head_size=head_size, soft_cap=30.0
             )
         )
         is None
@@ -97,7 +105,7 @@ def test_without_the_package_it_says_so(monkeypatch) -> None:
     ("available", "capability", "reason"),
     [
         (False, None, "no GPU is there"),
-        (True, (7, 5), "the GPU has compute capability 7.5, and the backend needs 8.0"),
+        (True, (7, 5), "the GPU has compute capability 7.5, and FlashInfer needs 8.0"),
         (True, (8, 0), None),
         (True, (10, 0), None),
     ],
@@ -196,7 +204,7 @@ def test_what_is_not_causal(calls, type) -> None:
 
 
 def test_layers_that_are_alike_share_a_plan(calls) -> None:
-    """Those of a group may differ in their soft caps and heads."""
+    """Layers of one group may differ in their soft caps and heads."""
     specs = [
         msgspec.structs.replace(SPEC, layer=str(n), device="cpu", soft_cap=cap)
         for n, cap in enumerate([None, 30.0, None])
@@ -232,12 +240,13 @@ def test_an_output_with_gaps() -> None:
             layers=[spec], kv_cache=None, limits=BatchLimits(2, 7, 8), device=torch.device("cpu")
         )
     )
-    # As slices of one product, whose heads' elements do not lie side by side.
+    # Slices of one product, whose heads' elements are not adjacent.
     q, k, v = (
         torch.cat(x).transpose(0, 2).contiguous().transpose(0, 2) for x in (step.q, step.k, step.v)
     )
     out = torch.empty(7, 8, 16)[:, ::2]
-    backend.forward(step.layer.params, q, k, v, None, backend.build(make_batch(step.rows)), out)
+    meta = backend.build(make_batch(step.rows))
+    backend.forward(AttentionCall(step.layer.params, q, k, v, None, meta, out))
     torch.testing.assert_close(out, step.run())
 
 

@@ -12,8 +12,8 @@ from toolkit_lm_flashinfer.backend import missing
 
 @pytest.mark.parametrize("window", [None, 6, 40])
 def test_later_steps_read_where_the_recorded_one_read(window) -> None:
-    """What `plan` and `build` fill lies where it lay, has room for the longest rows, and holds
-    nothing of longer steps before."""
+    """`plan` and `build` fill tensors at the same addresses, with room for the longest rows, and
+    leave nothing of longer steps in them."""
     steps = FixedSteps(StandInBackend, window)
     recorded = steps.run([9, 0, 0, 0])
     for lengths in ([MOST] * ROWS, [10, 2, 30, 0], [17, 16, 1, 33], [3, 0, 0, 0]):

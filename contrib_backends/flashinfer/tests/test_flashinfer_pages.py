@@ -1,12 +1,11 @@
-"""What FlashInfer is told of a step, seen as the keys that each query sees, is the definition of
-each attention type."""
+"""FlashInfer's arguments for a step let each query see the keys that its attention type defines."""
 
 import numpy as np
 import pytest
 import torch
 from toolkit_lm.attention import AttentionType, BatchView
 from toolkit_lm_devkit.naive import sees
-from toolkit_lm_flashinfer.pages import LayerKey, find_pages, key_places, page_ids
+from toolkit_lm_flashinfer.pages import LayerKey, find_pages, page_ids
 
 DECODE = [(1, 9), (1, 1), (1, 40)]
 PREFILL = [(7, 7), (1, 1), (20, 20)]
@@ -163,7 +162,3 @@ def test_a_table_that_is_part_of_a_wider_one() -> None:
     assert torch.equal(
         page_ids(pages, view, 4, are_keys=False), page_ids(pages, batch, 4, are_keys=False)
     )
-
-
-def test_places_of_keys() -> None:
-    assert key_places(torch.tensor([0, 3, 4, 9]), 4).tolist() == [0, 3, 8, 17]

@@ -20,7 +20,7 @@ from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_devkit.attention_step import OffsetTable
 from toolkit_lm_flex import backend, kernel
 from toolkit_lm_flex.backend import FlexBackend
-from toolkit_lm_flex.plan import LayerKey, Piece, _pieces, _similar
+from toolkit_lm_flex.plan import LayerKey, QueryChunk, _pieces, _similar
 from torch.nn.attention.flex_attention import flex_attention
 
 SPEC = AttentionSpec(
@@ -114,7 +114,7 @@ def test_pieces_hold_each_query_once_and_only_keys_that_are_seen() -> None:
 def test_groups_hold_each_piece_once_and_waste_at_most_half(seed) -> None:
     random = np.random.default_rng(seed)
     pieces = [
-        Piece(i, 0, 0, int(random.integers(1, 9)), 0, int(random.integers(1, 500)))
+        QueryChunk(i, 0, 0, int(random.integers(1, 9)), 0, int(random.integers(1, 500)))
         for i in range(60)
     ]
     parts = list(_similar(pieces, 5000))
@@ -207,7 +207,7 @@ def test_the_arguments_of_the_kernel(monkeypatch, fields) -> None:
 
 @pytest.fixture
 def compiled_quickly(monkeypatch):
-    """What is traced runs as it was traced. It needs no GPU."""
+    """Has torch.compile run traced code as it was traced. It needs no GPU."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     kernel._compiled.cache_clear()

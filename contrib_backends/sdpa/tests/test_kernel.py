@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def is_cudnn_asked(monkeypatch):
-    """Of each call, whether cuDNN's kernel could be chosen."""
+    """Whether cuDNN's kernel could be chosen, for each call so far."""
     calls = []
     attention = kernel.scaled_dot_product_attention
 

@@ -1,9 +1,13 @@
-"""The conformance kit on a GPU. `test_attention_masks.py` and the kit's own tests have the
-CPU's."""
+"""The conformance kit on a GPU, and on a CPU with quantized caches.
+
+Without them `test_attention_masks.py` and the kit's own tests have the CPU's.
+"""
 
 import pytest
 import torch
 from toolkit_lm_devkit import AttentionBackendConformance
+from toolkit_lm_devkit.attention import FACTORS
+from toolkit_lm_devkit.attention_step import CACHES
 from toolkit_lm_sdpa.backend import SdpaBackend
 
 
@@ -11,3 +15,8 @@ from toolkit_lm_sdpa.backend import SdpaBackend
 class TestSdpaOnAGpu(AttentionBackendConformance):
     backend = SdpaBackend
     device = "cuda"
+
+
+class TestQuantizedCaches(AttentionBackendConformance):
+    backend = SdpaBackend
+    factors = FACTORS | {"kind": ["decoder", "cross"], "cache": list(CACHES)}

@@ -10,7 +10,7 @@ from materialized_masks import written_out
 from toolkit_lm.attention import AttentionType, BatchView
 from toolkit_lm_devkit.naive import sees
 from toolkit_lm_xformers import kernel
-from toolkit_lm_xformers.layout import LayerKey, Metadata, Prepared
+from toolkit_lm_xformers.layout import LayerKey, Prepared, prepare
 
 if kernel.missing() is not None:
     pytest.skip(str(kernel.missing()), allow_module_level=True)
@@ -24,7 +24,8 @@ TABLE_STEP = 20
 
 
 def prepared(rows, type, *, window=None, block_size=None, paged=False) -> Prepared:
-    """Of rows of (queries, keys). Row r has the blocks TABLE_STEP * r, TABLE_STEP * r + 1, ..."""
+    """Metadata of rows of (queries, keys). Row r has the blocks TABLE_STEP * r, TABLE_STEP * r + 1,
+    ..."""
     start = np.cumsum([0, *(q for q, _ in rows)], dtype=np.int32)
     seen = np.array([k for _, k in rows], np.int32)
     table = None
@@ -45,11 +46,11 @@ def prepared(rows, type, *, window=None, block_size=None, paged=False) -> Prepar
         max_seq_len=int(seen.max()),
         has_padding=bool((seen == 0).any()),
     )
-    return Metadata(batch, None).prepared(LayerKey(type, window, block_size, paged))
+    return prepare(batch, LayerKey(type, window, block_size, paged))
 
 
 def seen_keys(found: Prepared, rows) -> dict[int, set[tuple[int, int]]]:
-    """By token, the keys (row, position) that it sees."""
+    """The keys (row, position) that each token sees."""
     layout, mask = found
     owner = [
         (row, position) for row, (queries, _) in enumerate(rows) for position in range(queries)

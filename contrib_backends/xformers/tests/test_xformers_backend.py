@@ -90,7 +90,7 @@ def test_refuses_other_devices() -> None:
             True,
             (7, 5),
             True,
-            "the GPU has compute capability 7.5, and the kernels of xFormers need 8.0",
+            "the GPU has compute capability 7.5, and xFormers needs 8.0",
         ),
         (
             True,

@@ -18,19 +18,21 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_compile.store import MANIFEST, DamagedError, Entry, Manifest, open_root
 
 MOST_BYTES = 2**32
-"""Of an archive's files together."""
+"""Most bytes of an archive's files together."""
 MOST_FILES = 2**16
 _LONGEST_NAME = 500
 _MOST_AT_ONCE = 2**16
-"""Bytes of one read: tarfile reads contents in smaller pieces, and each header of further
-attributes whole."""
+"""Most bytes of one read. tarfile reads contents in smaller pieces, but each extended header
+whole."""
 _ENTRY = re.compile(r"[0-9a-f]{32}/rank_[0-9]{1,4}_[0-9]{1,4}")
-"""The folder of an entry: its key, and the rank."""
+"""The path of an entry's folder: its key, and its rank."""
 
 
 def write_archive(archive: Path, folders: Sequence[Path]) -> None:
-    """Writes what the manifests of entries name, and nothing of who wrote them. Raises DamagedError
-    and OSError; no half is left."""
+    """Writes the files that the entries' manifests name, without their owners.
+
+    Raises DamagedError and OSError. A failure leaves no partial archive.
+    """
     entries = [Entry(folder.parent.parent, folder.parent.name, folder.name) for folder in folders]
     aside = archive.with_name(f".{archive.name}.part")
     try:
@@ -45,7 +47,7 @@ def write_archive(archive: Path, folders: Sequence[Path]) -> None:
                             entry.folder / name,
                             f"{entry.key}/{entry.folder.name}/{name}",
                             recursive=False,
-                            filter=_of_nobody,
+                            filter=_anonymous,
                         )
         aside.replace(archive)
     finally:
@@ -57,17 +59,17 @@ class Imported(NamedTuple):
 
     taken: list[str]
     replaced: list[str]
-    """Some of `taken`: the cache had another entry of that key, which is gone."""
+    """Keys among `taken` whose earlier entry in the cache was deleted."""
     present: list[str]
-    """The cache had the same entries already, and keeps its own."""
+    """Keys of entries that the cache had already and keeps."""
 
 
 def read_archive(archive: Path, root: Path) -> Imported:
     """Puts the entries of an archive into the cache at `root`, all or none.
 
-    Raises ConfigError for an archive that cannot be read or is too large, whose files would lie
-    elsewhere or are no plain files, and whose entries are damaged, of another format, or hold what
-    their manifests do not name.
+    Raises ConfigError for an archive that cannot be read or is too large. Raises it as well for
+    files outside an entry's folder, links and devices. Raises it for entries that are damaged, of
+    another format, or hold files that their manifests do not name.
     """
     with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as scratch:
         with (
@@ -77,7 +79,7 @@ def read_archive(archive: Path, root: Path) -> Imported:
         ):
             for member in _checked(archive, tar):
                 tar.extract(member, scratch, filter="data")
-        folders = sorted(one.parent for one in Path(scratch).glob(f"*/*/{MANIFEST}"))
+        folders = sorted(manifest.parent for manifest in Path(scratch).glob(f"*/*/{MANIFEST}"))
         if not folders:
             raise ConfigError(f"{archive} holds no entry of the compile cache.")
         manifests = [_check(archive, folder) for folder in folders]
@@ -89,7 +91,7 @@ def read_archive(archive: Path, root: Path) -> Imported:
 
 
 def _place(folder: Path, manifest: Manifest, root: Path, found: Imported) -> None:
-    """Moves an entry that was checked into the cache, and notes in `found` what became of it."""
+    """Moves a checked entry into the cache, and notes the outcome in `found`."""
     entry = Entry(root, folder.parent.name, folder.name)
     with entry.locked():
         with contextlib.suppress(DamagedError):
@@ -104,14 +106,14 @@ def _place(folder: Path, manifest: Manifest, root: Path, found: Imported) -> Non
 
 
 class _Pieces(io.BufferedIOBase):
-    """What tarfile reads of an archive, refused where one read asks for more than a piece of a
-    file."""
+    """An archive's stream for tarfile. It refuses reads larger than any that a valid archive
+    needs."""
 
     def __init__(self, whole: gzip.GzipFile) -> None:
         self._whole = whole
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Raises tarfile.ReadError."""
+        """Reads `size` bytes. Raises tarfile.ReadError if that is too many."""
         if size is None or not 0 <= size <= _MOST_AT_ONCE:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._whole.read(size)
@@ -123,7 +125,7 @@ class _Pieces(io.BufferedIOBase):
         return self._whole.tell()
 
 
-def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member.replace(uid=0, gid=0, uname="", gname="", mode=0o600, mtime=0, deep=False)
 
 
@@ -136,7 +138,7 @@ def _errors_of(archive: Path) -> Iterator[None]:
 
 
 def _checked(archive: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members, each before it is read any further."""
+    """Yields the archive's files, each checked before its contents are read. Raises ConfigError."""
     num_bytes = 0
     for num_files, member in enumerate(tar):
         shown = member.name[:_LONGEST_NAME]

@@ -26,22 +26,23 @@ _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 @dataclass(frozen=True)
 class Capture:
-    """A traced forward pass. Its graph takes what `inputs` says, in this order, and gives the
-    model's result."""
+    """A traced forward pass. Its graph takes `inputs` in this order, and returns the model's
+    result."""
 
     graph: fx.GraphModule
     inputs: list[tuple[str, Any]]
-    """("argument", name), ("tensor", its path in the model) or ("symbol", (argument,
-    dimension))."""
+    """Inputs of the graph: ("argument", name), ("tensor", its path in the model) or ("symbol",
+    (argument, dimension))."""
     files: list[str]
     """Source files that were traced."""
 
 
 def capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str, int]) -> Capture:
-    """The graph of `model(**arguments)`, whose dimensions `dynamic` are symbols.
+    """Traces `model(**arguments)` as one graph. `dynamic`: the dimension of each argument that is
+    symbolic.
 
-    Raises UnsupportedError, with the line, where tracing ends in the middle, or the code asks how
-    many tokens there are.
+    Raises UnsupportedError, with the line, if the trace breaks or the code depends on the number of
+    tokens.
     """
     return traced(model.vllm_config.parallel, lambda: _capture(model, arguments, dynamic))
 
@@ -51,14 +52,16 @@ def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str
     found = list[fx.GraphModule]()
     inputs: list[tuple[str, Any]] = []
 
-    def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., list[Tensor]]:
+    def record(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., list[Tensor]]:
         found.append(graph)
         inputs.extend(_inputs(graph, names))
         (output,) = graph.graph.find_nodes(op="output")
         results = [node.meta["example_value"] for node in output.args[0]]
         return lambda *_: [
-            torch.empty([_hint(size) for size in one.shape], dtype=one.dtype, device=one.device)
-            for one in results
+            torch.empty(
+                [_hint(size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device
+            )
+            for tensor in results
         ]
 
     for name, dimension in dynamic.items():
@@ -67,14 +70,14 @@ def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str
     try:
         # Without the patch, code for one token would be code of its own.
         with torch.inference_mode(), settings.patch(backed_size_oblivious=True):
-            out = torch.compile(_fresh(model, names), fullgraph=True, backend=take)(
+            out = torch.compile(_fresh(model, names), fullgraph=True, backend=record)(
                 *arguments.values()
             )
     except UnsupportedError:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"the forward pass of {type(model).__name__} is not one graph: {_told(error)}"
+            f"the forward pass of {type(model).__name__} is not one graph: {_reason_of(error)}"
         ) from error
     if not isinstance(out, Tensor) or len(found) != 1:
         raise UnsupportedError(
@@ -88,7 +91,7 @@ def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str
 
 
 def resolve(model: Model, path: list[list[Any]]) -> Any:
-    """What is at a path in the model, such as [["attr", "layers"], ["item", 0]]."""
+    """The object at a path in the model, such as [["attr", "layers"], ["item", 0]]."""
     found: Any = model
     for kind, key in path:
         found = getattr(found, key) if kind == "attr" else found[key]
@@ -96,7 +99,8 @@ def resolve(model: Model, path: list[list[Any]]) -> Any:
 
 
 def _fresh(model: Model, names: list[str]) -> Callable[..., Any]:
-    """A function of its own code, so that what torch remembers of others does not count."""
+    """Wraps the model in a function with its own code object, so that torch has no cached traces of
+    it."""
 
     def forward(*tensors: Tensor) -> Any:
         return model(**dict(zip(names, tensors, strict=True)))
@@ -138,7 +142,8 @@ def _inputs(graph: fx.GraphModule, names: list[str]) -> list[tuple[str, Any]]:
 
 
 def _path(node: fx.Node) -> list[list[Any]]:
-    """Where torch has found an input: [["root", "model"], ["attr", "layers"], ["item", 0], ...]."""
+    """The path where torch found an input, such as [["root", "model"], ["attr", "layers"], ["item",
+    0]]."""
     source = node.meta["grapharg"].source
     name: str = source.name() if callable(source.name) else source.name
     path: list[list[Any]] = []
@@ -167,8 +172,10 @@ def _hint(size: Any) -> int:
 
 
 def _check_guards(graph: fx.GraphModule, model: Model) -> None:
-    """What holds for the traced number of tokens alone must not be in the graph: nobody would check
-    it in a later step."""
+    """Raises UnsupportedError if the graph holds only for some numbers of tokens.
+
+    Steps do not check guards, so the only ones allowed are equalities of symbols.
+    """
     values = (node.meta.get("example_value") for node in graph.graph.nodes)
     mode = next(
         (
@@ -201,8 +208,8 @@ def _check_guards(graph: fx.GraphModule, model: Model) -> None:
             )
 
 
-def _told(error: Exception) -> str:
-    """The reason and the line of code, out of the pages that torch tells."""
+def _reason_of(error: Exception) -> str:
+    """The reason and the line of code, extracted from torch's long error."""
     text = str(error)
     lines = _FILE.findall(text.split("from user code", 1)[-1]) or _FILE.findall(text)
     here = [(file, line) for file, line in lines if "/torch/" not in file] or lines
@@ -213,7 +220,7 @@ def _told(error: Exception) -> str:
 
 
 def module_files(files: list[str]) -> dict[str, str]:
-    """By the module's name, those of `files` that are modules' own."""
+    """The files among `files` that belong to imported modules, by the module's name."""
     names = {
         getattr(module, "__file__", None): name
         for name, module in list(sys.modules.items())

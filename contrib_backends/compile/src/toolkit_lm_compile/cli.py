@@ -126,15 +126,15 @@ def import_(
 
 def _folders(cache_dir: Path | None) -> list[Path]:
     root = cache_dir or default_root()
-    return sorted(one for one in root.glob("*/rank_*") if one.is_dir()) if root.is_dir() else []
+    return sorted(path for path in root.glob("*/rank_*") if path.is_dir()) if root.is_dir() else []
 
 
 def _found(cache_dir: Path | None, key: str) -> list[Path]:
     folders = _folders(cache_dir)
-    found = [one for one in folders if one.parent.name.startswith(key)]
-    keys = sorted({one.parent.name for one in found})
+    found = [folder for folder in folders if folder.parent.name.startswith(key)]
+    keys = sorted({folder.parent.name for folder in found})
     if len(keys) != 1:
-        known = sorted({one.parent.name for one in folders})
+        known = sorted({folder.parent.name for folder in folders})
         raise ConfigError(
             f"{len(keys)} entries of the compile cache begin with {key!r}. {nearest(key, known)}"
         )
@@ -161,5 +161,5 @@ def _row(folder: Path) -> dict[str, Any]:
         "parts": 0
         if manifest is None
         else len({part for plan in manifest.plans for part in plan.parts}),
-        "bytes": sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()),
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
     }

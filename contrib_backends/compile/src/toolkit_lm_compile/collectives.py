@@ -1,5 +1,5 @@
-"""Collectives of tensor parallel ranks as ops: a compiler sees what they give, and the ranks meet
-when the code runs."""
+"""Collectives of tensor parallel ranks as ops. A compiler sees their output shapes, and the ranks
+meet when the code runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class TracedGroup(Group):
-    """Stands for the ranks while a model is traced."""
+    """A group that stands for the ranks while a model is traced."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -33,8 +33,10 @@ class TracedGroup(Group):
 
 
 def traced(parallel: ParallelConfig, trace: Callable[[], Result]) -> Result:
-    """What `trace` gives, with groups that are ops. Those of a worker are its thread's, so that it
-    runs in a thread of its own."""
+    """Runs `trace` with groups whose collectives are ops.
+
+    It runs in its own thread, since a worker's real groups belong to the worker's thread.
+    """
     if parallel.tensor_parallel_size == 1:
         return trace()
 
@@ -54,7 +56,7 @@ def _ranks(size: int) -> ParallelConfig:
 
 
 def _all_reduce(x: Tensor, size: int) -> Tensor:
-    # What an op gives must not lie in what it takes, and a group may write there.
+    # An op's result must not alias its input, and a group may write there.
     return tensor_parallel_group(_ranks(size)).all_reduce(
         x.clone(memory_format=torch.contiguous_format)
     )

@@ -43,26 +43,26 @@ from toolkit_lm_compile.parts import (
     symbols_of,
 )
 from toolkit_lm_compile.program import Program
-from toolkit_lm_compile.split import Plan, Split, split
+from toolkit_lm_compile.split import ForwardPlan, Split, split
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
 
 logger = logging.getLogger(__name__)
 
 _TOKENS = 16
 _ENCODED = 24
-"""Numbers of tokens that are traced with. No code depends on them."""
+"""Numbers of tokens, and of encoder states, in traced examples. No code depends on them."""
 _lock = threading.Lock()
-"""torch compiles in one thread at a time: its settings are the process'."""
+"""Lock around torch's compiler: its settings are global to the process."""
 
 
 class InductorCompiler(ModelCompiler):
-    """torch.compile, in parts between the attention ops."""
+    """Compiles the parts between attention ops with torch.compile."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
         if vllm_config.parallel.pipeline_parallel_size > 1:
             return (
-                "it compiles models of one pipeline stage only (--pipeline-parallel-size 1); "
+                "it compiles models of one pipeline stage only (pipeline_parallel_size=1); "
                 "tensor parallel ranks it can"
             )
         options = options_of(vllm_config)
@@ -86,10 +86,10 @@ class InductorCompiler(ModelCompiler):
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
         self.model = model
         self.num_compiled = 0
-        """Parts that Inductor has compiled, each size counted."""
+        """Number of compilations by Inductor: each part counts once per band."""
         self.compiled_when_sealed: int | None = None
         self.num_eager_steps = 0
-        """Forward passes that no program was for."""
+        """Forward passes that ran eagerly because there was no program for them."""
         self.was_cached = False
         self._level = vllm_config.compilation.optimization_level
         self._options = options_of(vllm_config)
@@ -104,16 +104,16 @@ class InductorCompiler(ModelCompiler):
         self.graphs = make_graphs(model, self._options, vllm_config)
 
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
-        given = {
+        present = {
             "input_ids": input_ids,
             **{name: value for name, value in arguments.items() if value is not None},
         }
-        form = _form(given)
+        form = _form(present)
         program = self._programs.get(form) if len(input_ids) <= ANY.last else None
         if self.graphs is None:
-            return self._compute(program, given)
+            return self._compute(program, present)
         out: Tensor | IntermediateTensors = self.graphs(
-            form, given, program, partial(self._compute, program)
+            form, present, program, partial(self._compute, program)
         )
         return out
 
@@ -141,20 +141,24 @@ class InductorCompiler(ModelCompiler):
         self.compiled_when_sealed = self.num_compiled
 
     def _compute(
-        self, program: Program | None, given: Mapping[str, Tensor]
+        self, program: Program | None, arguments: Mapping[str, Tensor]
     ) -> Tensor | IntermediateTensors:
-        return self._eager(given) if program is None else program(len(given["input_ids"]), given)
+        return (
+            self._eager(arguments)
+            if program is None
+            else program(len(arguments["input_ids"]), arguments)
+        )
 
-    def _eager(self, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
+    def _eager(self, arguments: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
         if not self.num_eager_steps:
-            what = f"{', '.join(given)} ({len(given['input_ids'])} tokens)"
+            form = f"{', '.join(arguments)} ({len(arguments['input_ids'])} tokens)"
             logger.warning(
                 "steps with the arguments %s are not compiled: they are computed as without "
                 "compilation",
-                what,
+                form,
             )
         self.num_eager_steps += 1
-        out: Tensor | IntermediateTensors = self.model(**given)
+        out: Tensor | IntermediateTensors = self.model(**arguments)
         return out
 
     def _make(self, config: VllmConfig, plugins: Plugins) -> None:
@@ -211,7 +215,7 @@ class InductorCompiler(ModelCompiler):
                 logger.debug("compile cache: a miss, the source of %s has changed", module)
                 return False
         parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
-        # What the manifest does not name is not loaded.
+        # Only parts that the manifest names are loaded.
         for key, place in manifest.parts:
             loaded = load_part(
                 entry.folder / "parts" / key / place, manifest.instructions, self._patches
@@ -228,16 +232,17 @@ class InductorCompiler(ModelCompiler):
         return True
 
     def _compile(self, config: VllmConfig, folder: Path, found: dict[str, str]) -> Manifest | None:
-        """Compiles into a folder. None: there is something that cannot be kept."""
+        """Compiles into a folder. Returns its manifest, or None if something in it cannot be
+        kept."""
         splits, files = self._traced(config)
         graphs: dict[str, fx.GraphModule] = {}
-        for one in splits:
-            for key, graph in one.graphs.items():
+        for part in splits:
+            for key, graph in part.graphs.items():
                 graphs.setdefault(key, graph)
         parts, kept = self._compiled_parts(graphs, folder)
-        for number, one in enumerate(splits):
-            (folder / f"graph_{number}.py").write_text(one.code, encoding="utf-8")
-            self._add(one.plan, parts)
+        for number, part in enumerate(splits):
+            (folder / f"graph_{number}.py").write_text(part.code, encoding="utf-8")
+            self._add(part.plan, parts)
         if not kept:
             logger.warning(
                 "what was compiled cannot be kept for the next start: torch cannot store a part "
@@ -249,21 +254,22 @@ class InductorCompiler(ModelCompiler):
             for name in module_files(sorted(files))
             if name.partition(".")[0] != "torch"
         }
-        what = (
+        context = (
             f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} "
             f"-O{self._level}"
         )
         return Manifest(
-            model=what,
+            model=context,
             ingredients=found,
             sources=sources,
-            plans=[one.plan for one in splits],
+            plans=[split.plan for split in splits],
             bands=[str(band) for band in self._bands],
             instructions=instructions_here(),
         )
 
     def _traced(self, config: VllmConfig) -> tuple[list[Split], set[str]]:
-        """The model's graphs, each cut at its splitting ops; and the files that they came from."""
+        """Traces the model. Returns its graphs, split at the splitting ops, and their source
+        files."""
         splits: list[Split] = []
         files: set[str] = set()
         for arguments, dynamic in _examples(self.model, config):
@@ -273,7 +279,7 @@ class InductorCompiler(ModelCompiler):
             splits.append(
                 split(
                     captured,
-                    {name: list(one) for name, *one in _form(arguments)},
+                    {name: list(rest) for name, *rest in _form(arguments)},
                     self._options.splitting_ops,
                 )
             )
@@ -288,7 +294,8 @@ class InductorCompiler(ModelCompiler):
     def _compiled_parts(
         self, graphs: Mapping[str, fx.GraphModule], folder: Path
     ) -> tuple[dict[tuple[str, Band | None], Callable[..., Any]], bool]:
-        """By key and band, what computes a part; and whether all of it can be kept."""
+        """Compiles the parts. Returns their code by key and band, and whether all of it can be
+        kept."""
         parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         kept = True
         for key, graph in graphs.items():
@@ -324,7 +331,9 @@ class InductorCompiler(ModelCompiler):
                 )
         return parts, kept
 
-    def _add(self, plan: Plan, parts: Mapping[tuple[str, Band | None], Callable[..., Any]]) -> None:
+    def _add(
+        self, plan: ForwardPlan, parts: Mapping[tuple[str, Band | None], Callable[..., Any]]
+    ) -> None:
         form = tuple(
             (name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items()
         )
@@ -332,7 +341,7 @@ class InductorCompiler(ModelCompiler):
 
 
 def _form(arguments: Mapping[str, Tensor]) -> tuple[tuple[str, str, int], ...]:
-    """What tells forward passes apart."""
+    """The key of a program: names, dtypes and numbers of dimensions of its arguments."""
     return tuple((name, str(value.dtype), value.ndim) for name, value in sorted(arguments.items()))
 
 

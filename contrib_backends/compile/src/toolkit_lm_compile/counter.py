@@ -1,4 +1,4 @@
-"""What torch has compiled in this process, by whomever. Imports nothing."""
+"""Counter of torch's compilations in this process, whoever starts them. Imports nothing."""
 
 from __future__ import annotations
 

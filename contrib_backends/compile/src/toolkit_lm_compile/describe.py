@@ -1,4 +1,4 @@
-"""What `toolkit explain` tells of compiled parts."""
+"""Description of the compiled parts for `toolkit explain`."""
 
 from __future__ import annotations
 

@@ -11,26 +11,25 @@ from typing import NamedTuple
 from toolkit_lm.attention import BatchLimits, GraphSupport
 
 _MOST_DEFAULT = 512
-"""The largest of the default sizes: beyond, a step is long enough to hide what it takes to launch
-it."""
+"""The largest default size. A larger step takes long enough to hide the launch of its kernels."""
 
 
 class Mode(StrEnum):
-    """What the option `cudagraph_mode` asks for."""
+    """Values of the option `cudagraph_mode`."""
 
     NONE = "none"
     PIECEWISE = "piecewise"
-    """The parts between attention, in all steps."""
+    """Graphs of the parts between attention, in all steps."""
     FULL = "full"
-    """The whole pass, attention included, in all steps."""
+    """Graphs of the whole pass, attention included, in all steps."""
     FULL_DECODE_ONLY = "full_decode_only"
-    """The whole pass in decode steps; other steps have no graph."""
+    """Graphs of the whole pass in decode steps. Other steps have no graph."""
     FULL_AND_PIECEWISE = "full_and_piecewise"
-    """The whole pass in decode steps, the parts in others."""
+    """Graphs of the whole pass in decode steps, and of the parts in others."""
 
 
 class Kind(StrEnum):
-    """How one step runs."""
+    """Kind of a step's replay: no graph, a graph per part, or one graph."""
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -38,23 +37,25 @@ class Kind(StrEnum):
 
 
 class Run(NamedTuple):
-    """How one step runs; with a graph, it is the graph's key."""
+    """How one step runs. It is also the key of the step's graph."""
 
     kind: Kind
     num_tokens: int
-    """What the step is padded to."""
+    """Number of tokens to which the step is padded."""
     num_rows: int = 0
-    """Of a whole pass, what the step is padded to."""
+    """Number of rows to which the step is padded in a graph of the whole pass, else 0."""
     max_query_len: int = 0
-    """Of a whole pass, most tokens of a row."""
+    """Most tokens of a row in a graph of the whole pass, else 0."""
 
 
 NO_GRAPH = Run(Kind.NONE, 0)
 
 
 def default_sizes(limits: BatchLimits) -> list[int]:
-    """1, 2, 4, then each eighth to 256, then each sixteenth to 512, as far as twice the rows of a
-    step go."""
+    """The default capture sizes: 1, 2, 4, multiples of 8 up to 256, multiples of 16 up to 512.
+
+    The largest is twice the rows of a step, its tokens, or 512, whichever is least.
+    """
     most = min(2 * limits.num_rows, limits.num_tokens, _MOST_DEFAULT)
     return sorted(
         size
@@ -64,11 +65,11 @@ def default_sizes(limits: BatchLimits) -> list[int]:
 
 
 def settle(asked: Mode, supports: Mapping[str, GraphSupport | str]) -> tuple[Mode, str | None]:
-    """The mode that these attention backends allow, and why it is not the one that was asked for;
-    None: it is."""
+    """The mode that the attention backends allow, and why it differs from `asked`. None: it does
+    not differ."""
     backend, answer = min(
         supports.items(),
-        key=lambda one: GraphSupport.of(one[1]),
+        key=lambda pair: GraphSupport.of(pair[1]),
         default=("none", GraphSupport.NEVER),
     )
     support = GraphSupport.of(answer)
@@ -93,22 +94,25 @@ def settle(asked: Mode, supports: Mapping[str, GraphSupport | str]) -> tuple[Mod
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """Chooses a graph for each step. `mode` is one that `support` allows, as `settle` gives it."""
+    """Chooses a graph for each step. `mode` is one that `support` allows: see `settle`."""
 
     mode: Mode
     support: GraphSupport
-    """The least of the model's attention backends."""
+    """The least support among the model's attention backends."""
     sizes: Sequence[int]
-    """Numbers of tokens, ascending, none twice and none larger than a step."""
+    """Capture sizes as numbers of tokens: ascending, without duplicates, none larger than a
+    step."""
     limits: BatchLimits
     query_len: int = 1
-    """Tokens of a row in decode steps with drafts. 1: there are none."""
+    """Tokens per row in decode steps with speculative tokens. 1: there are none."""
 
     def dispatch(
         self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool = True
     ) -> Run:
-        """`max_query_len`: of the row with most tokens. `whole`: a graph may hold attention,
-        too."""
+        """Chooses how a step runs.
+
+        `max_query_len`: the tokens of the longest row. `whole`: whether a graph may hold attention.
+        """
         if whole and self.mode not in (Mode.NONE, Mode.PIECEWISE):
             if num_rows * max_query_len == num_tokens and max_query_len in self._uniform_lengths():
                 size = self._fit(num_tokens, self.uniform_sizes(max_query_len))
@@ -122,13 +126,12 @@ class Dispatcher:
         return NO_GRAPH if size is None else Run(Kind.PIECEWISE, size)
 
     def graphs(self) -> list[Run]:
-        """All that `dispatch` can give, the largest first: what is allocated for one does for the
-        smaller ones."""
+        """All graphs that `dispatch` can return, the largest first. Smaller graphs then reuse its
+        memory."""
         return sorted(set(self._graphs()), key=lambda run: run[1:], reverse=True)
 
     def uniform_sizes(self, query_len: int) -> list[int]:
-        """The sizes, each with room for whole rows of `query_len` tokens, as far as a step has so
-        many."""
+        """Sizes rounded up to whole rows of `query_len` tokens, up to the most rows of a step."""
         rows = sorted({-(-size // query_len) for size in self.sizes})
         most = min(self.limits.num_rows, self.limits.num_tokens // query_len)
         return [count * query_len for count in rows if count <= most]
@@ -146,7 +149,7 @@ class Dispatcher:
             yield from (Run(Kind.PIECEWISE, size) for size in self.sizes)
 
     def _uniform_lengths(self) -> set[int]:
-        """Tokens of each row of the steps whose whole pass may be a graph."""
+        """Numbers of tokens per row for which a uniform step may be one graph."""
         if self.support is GraphSupport.NEVER:
             return set()
         return {1} if self.support is GraphSupport.DECODE else {1, self.query_len}
@@ -159,6 +162,6 @@ class Dispatcher:
 
     @staticmethod
     def _fit(num_tokens: int, sizes: Sequence[int]) -> int | None:
-        """The smallest size that is large enough."""
+        """The smallest size of at least `num_tokens`, or None."""
         place = bisect_left(sizes, num_tokens)
         return sizes[place] if place < len(sizes) else None

@@ -1,4 +1,5 @@
-"""CUDA graphs: passes of fixed sizes are recorded once, and later steps replay them, padded."""
+"""CUDA graphs: forward passes of fixed sizes are captured once. Later steps are padded and replay
+them."""
 
 from __future__ import annotations
 
@@ -26,30 +27,32 @@ from toolkit_lm_compile.replay import Passes, Replay, Whole, pad, token_axis
 logger = logging.getLogger(__name__)
 
 _OF_SEQUENCES = {"toolkit_lm::attention", "toolkit_lm::cache_layer"}
-"""Ops that launch what the rows of each step ask for."""
+"""Ops whose kernels depend on the rows of a step, so that parts end at them."""
 _OTHER_LENGTHS = ("encoder_hidden_states", "intermediate")
-"""Arguments that do not have one entry for each token."""
+"""Arguments whose length is not the number of tokens."""
 
 
 class Recorder(ABC):
-    """Records what a function launches on the device."""
+    """Recorder of the kernels that a function launches."""
 
     @abstractmethod
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """What launches it again, in the same memory. `work` runs at least once, and has the same
-        effect however often it runs."""
+        """Records `work` and returns a function that launches it again, in the same memory.
+
+        `work` runs at least once, and has the same effect however often it runs.
+        """
 
     def forget(self) -> None:  # noqa: B027
-        """What was recorded is not launched any more."""
+        """Drops the recordings, which are not launched any more."""
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes that the device has left, once what nobody uses is given back."""
+        """Free bytes of the device, once cached memory is released."""
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs of PyTorch, all of which share one pool of memory: nothing in it is read after a
-    replay."""
+    """Recorder of PyTorch's CUDA graphs. All share one memory pool, since nothing in it is read
+    after a replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,14 +88,15 @@ class CudaRecorder(Recorder):
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """None: the device has no CUDA graphs."""
+    """Makes the device's recorder. None: the device has no CUDA graphs."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def asked_for(
     options: CompilationOptions, config: VllmConfig, *, can_record: bool
 ) -> tuple[Mode, str | None]:
-    """The mode that the options ask for, and why there are no graphs all the same."""
+    """The mode that the options ask for. If there are no graphs all the same, NONE and the
+    reason."""
     asked = Mode(options.cudagraph_mode)
     if asked is Mode.NONE:
         return asked, None
@@ -112,7 +116,7 @@ def asked_for(
 
 
 def make_graphs(model: Model, options: CompilationOptions, config: VllmConfig) -> Graphs | None:
-    """None: there are none."""
+    """Makes the model's graphs. None: the config or the device allows none."""
     device = torch.device(config.device.device)
     recorder = None if Mode(options.cudagraph_mode) is Mode.NONE else make_recorder(device)
     mode, reason = asked_for(options, config, can_record=recorder is not None)
@@ -128,7 +132,7 @@ def make_graphs(model: Model, options: CompilationOptions, config: VllmConfig) -
 def describe(
     options: CompilationOptions, config: VllmConfig, supports: Mapping[str, GraphSupport | str]
 ) -> str:
-    """What `toolkit explain` tells of the graphs."""
+    """Describes the CUDA graphs for `toolkit explain`."""
     mode, reason = asked_for(
         options, config, can_record=torch.device(config.device.device).type == "cuda"
     )
@@ -142,7 +146,7 @@ def describe(
 
 
 def sizes_for(options: CompilationOptions, limits: BatchLimits) -> list[int]:
-    """The numbers of tokens that are captured, ascending: those that a step can reach."""
+    """The capture sizes that a step can reach, as ascending numbers of tokens."""
     if options.cudagraph_capture_sizes is None:
         return default_sizes(limits)
     return sorted({size for size in options.cudagraph_capture_sizes if size <= limits.num_tokens})
@@ -161,9 +165,9 @@ class Graphs:
     ) -> None:
         self.asked = mode
         self.mode = Mode.NONE
-        """What the attention backends allow of it."""
+        """The mode in effect: `asked` as far as the attention backends allow it."""
         self.num_replays: Counter[Kind] = Counter()
-        """Steps by how they ran."""
+        """Number of steps by how they ran."""
         self._options = options
         self._recorder = recorder
         self._device = device
@@ -175,7 +179,7 @@ class Graphs:
         self._forget()
 
     def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:
-        """Chooses the mode. What was captured is forgotten: the KV cache is another one."""
+        """Chooses the mode. Graphs captured before are dropped, since the KV cache is a new one."""
         self._forget()
         if not self._whole_is_possible:
             supports = dict.fromkeys(supports, GraphSupport.NEVER)
@@ -198,8 +202,11 @@ class Graphs:
         )
 
     def estimate(self, step: Callable[[], object]) -> int:
-        """Bytes that `capture` will take. Of each kind the two largest graphs are captured: the
-        further ones take what the second took."""
+        """Estimates the bytes that `capture` will take.
+
+        Only the two largest graphs of each kind are captured. Further ones count as much as the
+        second.
+        """
         total = 0
         seen = Counter[tuple[Kind, int]]()
         runs = self._dispatcher.graphs()
@@ -219,7 +226,7 @@ class Graphs:
         return total
 
     def capture(self, step: Callable[[], object]) -> None:
-        """Captures all graphs, unless it has done so."""
+        """Captures all graphs, if they are not captured yet."""
         runs = [] if self._passes else self._dispatcher.graphs()
         if not runs:
             return
@@ -247,7 +254,7 @@ class Graphs:
     def begin_step(
         self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool
     ) -> GraphShape | None:
-        """As in ModelCompiler."""
+        """Chooses how the next step runs: see ModelCompiler.begin_step."""
         run = self._forced or self._dispatcher.dispatch(
             num_rows, num_tokens, max_query_len, whole=whole
         )
@@ -264,12 +271,15 @@ class Graphs:
     def __call__(
         self,
         form: Hashable,
-        given: Mapping[str, Tensor],
+        arguments: Mapping[str, Tensor],
         program: Program | None,
         compute: Callable[[Mapping[str, Tensor]], Any],
     ) -> Any:
-        """Runs a forward pass as `begin_step` has chosen. `compute` does it without a graph,
-        `program` is what a graph may hold of it."""
+        """Runs a forward pass as `begin_step` has chosen.
+
+        `compute` runs it without a graph. `program` holds what a graph can record. None: the pass
+        has no program.
+        """
         run = self._run
         num_tokens = self._num_tokens
         replay = self._passes.get((form, run)) if run.kind is not Kind.NONE else None
@@ -278,26 +288,31 @@ class Graphs:
             and self._forced is not None
             and run is self._forced
             and program is not None
-            and _is_by_token(given, num_tokens)
+            and _is_by_token(arguments, num_tokens)
         ):
-            replay = self._passes[form, run] = self._record(program, run, given)
+            replay = self._passes[form, run] = self._record(program, run, arguments)
         self.num_replays[Kind.NONE if replay is None else run.kind] += 1
         if replay is not None:
-            return replay(num_tokens, given)
+            return replay(num_tokens, arguments)
         if run.kind is Kind.FULL:
             # Attention has been told of the padding already.
             return compute(
                 {
                     name: pad(name, value, num_tokens, run.num_tokens)
-                    for name, value in given.items()
+                    for name, value in arguments.items()
                 }
             )[:num_tokens]
-        return compute(given)
+        return compute(arguments)
 
-    def _record(self, program: Program, run: Run, given: Mapping[str, Tensor]) -> Replay:
+    def _record(self, program: Program, run: Run, arguments: Mapping[str, Tensor]) -> Replay:
         kind = Whole if run.kind is Kind.FULL else Passes
         return kind(
-            program, run.num_tokens, given, self._num_tokens, self._memory, self._recorder.record
+            program,
+            run.num_tokens,
+            arguments,
+            self._num_tokens,
+            self._memory,
+            self._recorder.record,
         )
 
     def _capture(self, run: Run, step: Callable[[], object]) -> None:
@@ -305,9 +320,9 @@ class Graphs:
         try:
             step()
         except Exception as error:
-            what = f"a CUDA graph ({run.kind}, {run.num_tokens} tokens) cannot be captured"
+            problem = f"a CUDA graph ({run.kind}, {run.num_tokens} tokens) cannot be captured"
             raise UnsupportedError(
-                f"{what}: {error}. Use another cudagraph_mode, or another attention backend."
+                f"{problem}: {error}. Use another cudagraph_mode, or another attention backend."
             ) from error
         finally:
             self._forced = None
@@ -319,21 +334,22 @@ class Graphs:
 
 
 def _sort(run: Run) -> tuple[Kind, int]:
-    """Graphs that differ in their size alone."""
+    """The class of a graph. Graphs of one class differ only in size."""
     is_uniform = run.num_rows * run.max_query_len == run.num_tokens
     return run.kind, run.max_query_len if is_uniform else 0
 
 
-def _is_by_token(given: Mapping[str, Tensor], num_tokens: int) -> bool:
+def _is_by_token(arguments: Mapping[str, Tensor], num_tokens: int) -> bool:
     return all(
         name not in _OTHER_LENGTHS and value.shape[token_axis(name, value)] == num_tokens
-        for name, value in given.items()
+        for name, value in arguments.items()
     )
 
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    """Garbage that is collected during a capture could be memory of the device."""
+    """Keeps the garbage collector off during a capture, since it could free memory of the
+    device."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,5 @@
-"""Key: what compiled code depends on. It holds no path, so that a folder of the cache may move."""
+"""Cache keys: digests of all that compiled code depends on. They hold no path, so the cache's
+folder may move."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import torch._inductor.config as inductor_config
 from toolkit_lm.config import CompilationOptions, VllmConfig
 from toolkit_lm.model import Model
 from toolkit_lm.plugin import Plugins
+from torch import nn
 
 from toolkit_lm_compile.options import effective
 
@@ -46,8 +48,8 @@ _NO_EFFECT: dict[str, tuple[str, ...]] = {
     "parallel": ("rank", "data_parallel_size", "nodes", "executor"),
     "checkpoint": ("path", "source", "generation_config", "pooling_profile"),
 }
-"""Options without an effect on the forward pass, by section. Whatever is not named here counts.
-Ranks have folders of their own."""
+"""Options by section that do not affect the forward pass. All others are part of the key. Each rank
+has its own folder, so `rank` is listed here."""
 _NO_EFFECT_SECTIONS = ("engine", "node", "renderer", "limits", "pooler", "compilation")
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -55,7 +57,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 def ingredients(
     model: Model, config: VllmConfig, options: CompilationOptions, plugins: Plugins
 ) -> dict[str, str]:
-    """What the key is made of, by name: the digest of each, so that a miss can be explained."""
+    """Ingredients of the cache key: a digest per name, so that a miss can be explained."""
     found = {
         "config": effective_config(config),
         "compilation": effective(options, config.compilation.optimization_level),
@@ -75,17 +77,20 @@ def ingredients(
         "core": _core(),
         "plugins": _plugins(model, plugins),
         "model source": _sources(model),
+        "layers": [
+            layer for name, module in model.named_modules() for layer in _layer(name, module)
+        ],
     }
     return {name: _digest(value) for name, value in found.items()}
 
 
 def key_of(found: dict[str, str]) -> str:
-    """The name of the folder."""
+    """The cache key, which names the entry's folder."""
     return _digest(found)[:32]
 
 
 def effective_config(config: VllmConfig) -> dict[str, Any]:
-    """The config without what has no effect."""
+    """The config without the options that do not affect the forward pass."""
     whole = msgspec.to_builtins(config)
     kept = {
         section: values for section, values in whole.items() if section not in _NO_EFFECT_SECTIONS
@@ -99,7 +104,7 @@ def effective_config(config: VllmConfig) -> dict[str, Any]:
 
 
 def source_digest(module: str) -> str | None:
-    """SHA-256 of a module's source file; None where there is none."""
+    """SHA-256 of a module's source file. None: it has no source file."""
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     if file is None:
@@ -117,7 +122,7 @@ def source_digest(module: str) -> str | None:
 
 @cache
 def _core() -> str:
-    """The content of core's rooms that graphs go through, as it was when it was first asked for."""
+    """SHA-256 of core's modules that graphs pass through. It is computed once per process."""
     root = Path(toolkit_lm.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(
@@ -130,26 +135,29 @@ def _core() -> str:
 
 
 def _plugins(model: Model, plugins: Plugins) -> list[tuple[str, str | None, str]]:
-    """Name, version and content of the plugins that the model is made of, and of this one. What
-    others make of the config is in it."""
+    """Name, version and content digest of the plugins in the model, and of this one.
+
+    Other plugins' changes to the config are part of the config's digest.
+    """
     objects = [
         *model.modules(),
         *(getattr(module, "method", None) for module in model.modules()),
         model.kernels,
     ]
     packages = {
-        cls.__module__.partition(".")[0] for one in objects for cls in type(one).__mro__
+        cls.__module__.partition(".")[0] for object_ in objects for cls in type(object_).__mro__
     } | {__package__}
     used = {info.name for info in plugins.infos if packages & {*info.packages}}
     return [
-        (one.name, one.version, one.content)
-        for one in plugins.fingerprint().plugins
-        if one.name in used and one.name != "core"
+        (plugin.name, plugin.version, plugin.content)
+        for plugin in plugins.fingerprint().plugins
+        if plugin.name in used and plugin.name != "core"
     ]
 
 
 def _sources(model: Model) -> dict[str, str | None]:
-    """The sources of the classes that the model is made of; those of torch are of its version."""
+    """SHA-256 of the source files of the model's classes, by module. torch and core count in other
+    ingredients."""
     modules = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     return {
         name: source_digest(name)
@@ -158,9 +166,27 @@ def _sources(model: Model) -> dict[str, str | None]:
     }
 
 
+def _layer(name: str, module: nn.Module) -> list[tuple[str, ...]]:
+    """Changes of parts to a module: hooks, buffers and the chain of wrapped methods. Empty if there
+    are none."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    buffers = [*module.named_buffers(recurse=False)]
+    methods = []
+    method = getattr(module, "method", None)
+    while method is not None:
+        methods.append(type(method).__qualname__)
+        method = getattr(method, "inner", None)
+    added = [
+        *(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks),
+        *(f"{buffer} {tensor.dtype} {list(tensor.shape)}" for buffer, tensor in buffers),
+        *methods,
+    ]
+    return [(name, *added)] if added else []
+
+
 def _cpu_flags() -> str | list[str]:
-    """What instructions the CPU has: generated C++ is compiled for this CPU (-march=native), not
-    for a set of vector instructions alone."""
+    """The CPU's instruction flags. Generated C++ is compiled for this very CPU (-march=native),
+    beyond its vector instructions."""
     text = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.is_file() else ""
     found = re.search(r"^(?:flags|Features)[ \t]*:(.*)$", text, re.MULTILINE)
     return sorted(found[1].split()) if found is not None else platform.processor()
@@ -184,7 +210,7 @@ def _digest(value: Any) -> str:
 
 def _ordered(value: Any) -> Any:
     if isinstance(value, dict):
-        return sorted((str(name), _ordered(one)) for name, one in value.items())
+        return sorted((str(name), _ordered(item)) for name, item in value.items())
     if isinstance(value, set | frozenset):
-        return sorted(repr(_ordered(one)) for one in value)
-    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+        return sorted(repr(_ordered(item)) for item in value)
+    return [_ordered(item) for item in value] if isinstance(value, list | tuple) else value

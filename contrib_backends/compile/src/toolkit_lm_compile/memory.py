@@ -1,5 +1,5 @@
-"""Memory: buffers at fixed addresses, which the graphs of a model share. Only one of them runs at a
-time."""
+"""Memory of CUDA graphs: buffers at fixed addresses that a model's graphs share. Only one graph
+runs at a time."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from torch import Tensor
 
 
 class Memory:
-    """Tensors that look like others, in buffers that are used again once they are given back."""
+    """A pool of buffers for tensors of any shape. Buffers are reused once they are given back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_bytes = 0
-        """Of all buffers."""
+        """Bytes of all buffers."""
         self._free: list[Tensor] = []
-        self._taken: dict[int, Tensor] = {}
-        """By address."""
+        self._allocated: dict[int, Tensor] = {}
+        """Buffers in use, by address."""
 
     def like(self, tensor: Tensor) -> Tensor:
-        """One of its dtype, shape and strides. What it holds is arbitrary."""
-        return self.take(list(tensor.shape), list(tensor.stride()), tensor.dtype)
+        """Takes a tensor of the same dtype, shape and strides, with arbitrary contents."""
+        return self.allocate(list(tensor.shape), list(tensor.stride()), tensor.dtype)
 
-    def take(self, shape: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
-        """Of a buffer that is free and large enough, the smallest; else of a new one."""
+    def allocate(self, shape: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
+        """Takes a tensor from the smallest free buffer that is large enough, else from a new
+        one."""
         extent = (
             1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if all(shape)
@@ -36,16 +37,16 @@ class Memory:
         else:
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
             self.num_bytes += num_bytes
-        self._taken[buffer.data_ptr()] = buffer
+        self._allocated[buffer.data_ptr()] = buffer
         return buffer.view(dtype).as_strided(shape, strides)
 
     def give_back(self, tensor: Tensor) -> None:
-        """What `take` gave. Others are left alone."""
-        buffer = self._taken.pop(tensor.data_ptr(), None)
+        """Frees the buffer of a tensor that `take` returned. Other tensors are ignored."""
+        buffer = self._allocated.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._free.append(buffer)
 
     def give_all_back(self) -> None:
-        """The next graph may use all of it."""
-        self._free += self._taken.values()
-        self._taken.clear()
+        """Frees all buffers, so that the next graph can use them."""
+        self._free += self._allocated.values()
+        self._allocated.clear()

@@ -1,4 +1,4 @@
-"""What the option compilation_config asks of compiled parts."""
+"""Options of compiled parts in compilation_config."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from toolkit_lm.config import CompilationOptions, VllmConfig
 
 
 class Band(NamedTuple):
-    """Numbers of tokens, both included; one number where they are equal."""
+    """A range of numbers of tokens, both ends included. Its name is one number if they are
+    equal."""
 
     first: int
     last: int
 
     @classmethod
     def of(cls, name: str) -> Band:
-        """Of the name of its folder."""
+        """Parses the name of a band, such as "8" or "1-16"."""
         first, _, last = name.partition("-")
         return cls(int(first), int(last or first))
 
@@ -25,12 +26,12 @@ class Band(NamedTuple):
 
 
 def options_of(vllm_config: VllmConfig) -> CompilationOptions:
-    """What the config's JSON states."""
+    """The parsed compilation_config of a config."""
     return vllm_config.compilation.details
 
 
 def effective(options: CompilationOptions, level: int) -> dict[str, Any]:
-    """What of it has an effect on compiled code."""
+    """Options that affect compiled code, for the cache key."""
     stated = msgspec.to_builtins(options)
     for name in ("cache_dir", "cudagraph_mode", "cudagraph_capture_sizes", "cudagraph_query_len"):
         del stated[name]
@@ -43,9 +44,12 @@ def effective(options: CompilationOptions, level: int) -> dict[str, Any]:
 
 
 def bands_of(options: CompilationOptions, level: int) -> list[Band]:
-    """The numbers of tokens, and the bands of them, that get code of their own at a level,
-    ascending. A step takes the first that fits."""
+    """Bands that get their own code at an optimization level, in ascending order, single sizes
+    first.
+
+    A step uses the first band that holds its number of tokens.
+    """
     if level < 2:
         return []
     sizes = {Band(size, size) for size in options.compile_sizes}
-    return [*sorted(sizes), *sorted({Band(*one) for one in options.compile_ranges} - sizes)]
+    return [*sorted(sizes), *sorted({Band(*bounds) for bounds in options.compile_ranges} - sizes)]

@@ -1,5 +1,5 @@
-"""Parts: a graph becomes compiled code, which lies in a folder of its own and can be loaded from
-there."""
+"""Parts: subgraphs that become compiled code. Each has its own folder, from which it can be
+loaded."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ SETTINGS: dict[str, Any] = {
 
 
 ANY = Band(1, 2**15)
-"""Any number of tokens. A larger step is not computed by compiled code: its indices need not fit
-into 32 bits."""
+"""Any number of tokens up to 32768. Larger steps run eagerly, since their indices may not fit into
+32 bits."""
 
 
 def compile_part(
     graph: fx.GraphModule, folder: Path, band: Band | None, patches: dict[str, Any]
 ) -> Compiled:
-    """Compiles for any number of tokens, or for those of a band. What it wrote stays in `folder`.
+    """Compiles a part for any number of tokens, or for those of a band. Its files stay in `folder`.
 
-    Raises NarrowError where the code does not hold for all of them.
+    Raises NarrowError if the code does not hold for all of them.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in placeholders]
@@ -74,28 +74,29 @@ def compile_part(
 
 
 def compiles_bands() -> bool:
-    """Whether the installed torch compiles for a band: 2.11 cannot be told its bounds."""
+    """Whether the installed torch can compile for a band. torch 2.11 takes no bounds."""
     return "fake_mode" in inspect.signature(standalone_compile).parameters
 
 
 class NarrowError(Exception):
-    """Code holds for some of the numbers of tokens only that it is for."""
+    """Compiled code holds only for some of its numbers of tokens."""
 
 
 def _check_holds(guards: Sequence[Any], band: Band) -> None:
-    """What torch has assumed of a number of tokens, nobody checks in a step.
+    """Raises NarrowError if a guard fails for a number of tokens in the band: steps do not check
+    guards.
 
-    That there are two of them at least is assumed of layouts: in memory, an axis of one lies like
-    any other.
+    A single token is not tried. torch assumes two or more for layouts only, and an axis of one lies
+    in memory like any other.
     """
     near = range(max(band.first, 2), min(band.last, 130) + 1)
     tried = {
         *near,
         *(
-            2**k + one
+            2**k + offset
             for k in range(1, 16)
-            for one in (-1, 0, 1)
-            if band.first <= 2**k + one <= band.last
+            for offset in (-1, 0, 1)
+            if band.first <= 2**k + offset <= band.last
         ),
         band.last,
     }
@@ -107,11 +108,11 @@ def _check_holds(guards: Sequence[Any], band: Band) -> None:
 
 
 def _shape_env(examples: Sequence[Any]) -> ShapeEnv | None:
-    """That of the symbols; None: there is none."""
+    """The ShapeEnv of the examples' symbols. None: they have no symbols."""
     sizes = (
         size
-        for one in examples
-        for size in (one.shape if isinstance(one, torch.Tensor) else (one,))
+        for tensor in examples
+        for size in (tensor.shape if isinstance(tensor, torch.Tensor) else (tensor,))
     )
     found: ShapeEnv | None = next(
         (size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None
@@ -120,17 +121,20 @@ def _shape_env(examples: Sequence[Any]) -> ShapeEnv | None:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a compilation left in its folder what `load_part` needs."""
+    """Whether the folder of a compilation holds what `load_part` needs."""
     found = folder / "aotautograd"
     return found.is_dir() and len(list(found.iterdir())) == 1
 
 
 def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) -> Compiled:
-    """What `compile_part` left in a folder. No compiler runs. Raises anything where it is damaged.
+    """Loads the code that `compile_part` left in a folder, without a compiler. Raises any error if
+    it is damaged.
 
-    `instructions` are those of the process that compiled; the key says that they are here, too.
-    Each process would try them out by g++. `patches` are those of the compilation: code is found by
-    the command line of g++, which they may change.
+    `instructions`: vector instructions of the process that compiled. The key ensures that this CPU
+    has them, so that g++ need not test them again.
+
+    `patches`: Inductor options of the compilation. Code is found by the command line of g++, which
+    they may change.
     """
     known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in instructions]
     with (
@@ -143,8 +147,8 @@ def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) ->
 
 
 def instructions_here() -> list[str]:
-    """Names of the sets of vector instructions that Inductor may use. They are tried out in the
-    user's own folder, once."""
+    """Names of the vector instruction sets that Inductor may use. g++ tests them once, in the
+    user's own folder."""
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
@@ -161,7 +165,7 @@ def _settings(folder: Path) -> Iterator[None]:
 
 
 def check_patches(patches: dict[str, Any]) -> None:
-    """Raises ConfigError for what is no option of Inductor's."""
+    """Raises ConfigError for a name that Inductor's config does not have."""
     known = inductor_config.get_config_copy()
     for name in patches:
         if name not in known:
@@ -187,7 +191,8 @@ def symbols_of(graph: fx.GraphModule) -> set[Any]:
 
 
 def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[Any]:
-    """The examples, their only symbol being a number of the band."""
+    """The examples with their one symbol replaced by a number in the band, or by a symbol bounded
+    by it."""
     number: Any = band.first
     if band.first < band.last:
         source = ConstantSource("num_tokens")
@@ -196,10 +201,10 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
             band.last, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits
         )
 
-    def known(one: Any) -> Any:
-        if not isinstance(one, torch.SymInt):
-            return int(one)
-        expression = one.node.expr.subs(dict.fromkeys(one.node.expr.free_symbols, number))
+    def known(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, number))
         if expression.is_number:
             return int(expression)
         return shape_env.create_symintnode(expression, hint=int(expression.subs(number, band.last)))
@@ -207,8 +212,8 @@ def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[A
     def remade(example: Any) -> Any:
         if not isinstance(example, torch.Tensor):
             return known(example)
-        shape = [known(one) for one in example.shape]
-        strides = [known(one) for one in example.stride()]
+        shape = [known(size) for size in example.shape]
+        strides = [known(size) for size in example.stride()]
         return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
 
     return [remade(example) for example in examples]

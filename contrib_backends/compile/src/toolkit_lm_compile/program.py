@@ -11,24 +11,33 @@ from torch import Tensor
 
 from toolkit_lm_compile.capture import resolve
 from toolkit_lm_compile.options import Band
-from toolkit_lm_compile.split import Plan
+from toolkit_lm_compile.split import ForwardPlan
 
-Parts = Mapping[tuple[str, Band | None], Callable[..., Any]]
-"""Code by the part's key and the numbers of tokens that it is for; None: any number."""
+CompiledParts = Mapping[tuple[str, Band | None], Callable[..., Any]]
+"""Compiled code by part key and band. Band None: for any number of tokens."""
 
 Step = tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]
-"""A part or an op; its operands, each a register or a value; the registers that it fills; whether
-it is a part; those last read."""
+"""One call of a program: a part or an op, operands, output registers, whether it is a part, and
+registers to clear.
+
+An operand is (True, register) or (False, value).
+"""
 
 
 class Program:
-    """Computes forward passes of one set of arguments."""
+    """Runs the forward passes whose arguments have the same names, dtypes and numbers of
+    dimensions."""
 
-    def __init__(self, plan: Plan, model: Model, parts: Parts, bands: list[Band]) -> None:
-        """`bands`: those of one number first, so that a step takes them before others."""
+    def __init__(
+        self, plan: ForwardPlan, model: Model, parts: CompiledParts, bands: list[Band]
+    ) -> None:
+        """Resolves the plan's tensors and code.
+
+        `bands`: bands of a single number come first, so that a step prefers them.
+        """
         self.plan = plan
         self._registers: list[Any] = [None] * plan.num_registers
-        """Those of the model's tensors, filled."""
+        """Initial registers: the model's tensors are filled in, others are None."""
         self._arguments: list[tuple[int, str]] = []
         self._symbols: list[tuple[int, str, int]] = []
         for register, (kind, value) in enumerate(plan.inputs):
@@ -41,7 +50,7 @@ class Program:
         self._any = self._steps(parts, None)
         self._of_bands = [(band, self._steps(parts, band)) for band in bands]
 
-    def _steps(self, parts: Parts, band: Band | None) -> list[Step]:
+    def _steps(self, parts: CompiledParts, band: Band | None) -> list[Step]:
         steps = []
         held = {register for register, (kind, _) in enumerate(self.plan.inputs) if kind == "tensor"}
         for step in self.plan.steps:
@@ -57,20 +66,20 @@ class Program:
                     operands,
                     step.outputs,
                     step.kind == "part",
-                    [one for one in step.last if one not in held],
+                    [name for name in step.last if name not in held],
                 )
             )
         return steps
 
     def steps_of(self, num_tokens: int) -> list[Step]:
-        """What is called, in turn, for so many tokens."""
+        """The calls for a number of tokens, in order."""
         return next(
             (steps for (first, last), steps in self._of_bands if first <= num_tokens <= last),
             self._any,
         )
 
     def filled(self, arguments: Mapping[str, Tensor]) -> list[Any]:
-        """The registers as a pass begins."""
+        """The registers at the start of a pass, with arguments and symbols filled in."""
         registers = self._registers.copy()
         for register, name in self._arguments:
             registers[register] = arguments[name]
@@ -97,7 +106,7 @@ class Program:
 
 
 def _gathering(op: Any) -> Callable[..., Any]:
-    """Takes one by one what an op takes as a list, its last argument."""
+    """Wraps an op whose last argument is a list: the wrapper takes the list's items one by one."""
     arguments = op.default._schema.arguments
     if not isinstance(arguments[-1].type, torch.ListType):
         return op  # type: ignore[no-any-return]

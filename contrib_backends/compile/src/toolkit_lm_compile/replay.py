@@ -1,7 +1,7 @@
-"""Replays: one forward pass at one size, recorded in parts or as a whole.
+"""Replays: one forward pass of a fixed size, recorded in parts or as a whole.
 
-Its arguments are copied to where they were when it was recorded, and padded with zeros. Its result
-is a copy of the rows that count.
+Arguments are copied to their addresses at the recording, and padded with zeros. The result is a
+copy of the rows without padding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def token_axis(name: str, value: Tensor) -> int:
-    """The axis of an argument that counts tokens: positions may be [3, T]."""
+    """The token axis of an argument. It is 1 for positions of shape [3, T], else 0."""
     return 1 if name == "positions" and value.ndim == 2 else 0
 
 
 def pad(name: str, value: Tensor, num_tokens: int, size: int) -> Tensor:
-    """An argument of `num_tokens` tokens with zeros for the others; another one as it is."""
+    """Pads an argument of `num_tokens` tokens with zeros up to `size`. Returns other arguments
+    unchanged."""
     axis = token_axis(name, value)
     if value.shape[axis] != num_tokens:
         return value
@@ -36,47 +37,50 @@ def pad(name: str, value: Tensor, num_tokens: int, size: int) -> Tensor:
 
 
 class Replay(ABC):
-    """A pass of `size` tokens of a program, recorded."""
+    """A recorded forward pass of a program, for up to `size` tokens."""
 
     def __init__(
         self,
         program: Program,
         size: int,
-        given: Mapping[str, Tensor],
+        arguments: Mapping[str, Tensor],
         num_tokens: int,
         memory: Memory,
         record: Record,
     ) -> None:
-        """`given`: arguments of `num_tokens` tokens, for the first pass. Buffers of `memory` are
-        free again when it is recorded."""
+        """Records the pass. Its buffers of `memory` are free again afterwards.
+
+        `arguments`: arguments of `num_tokens` tokens for the recording.
+        """
         self.size = size
         self.arguments: dict[str, Tensor] = {}
-        """Where the graph reads them."""
-        for name, value in given.items():
+        """Tensors from which the graph reads its arguments."""
+        for name, value in arguments.items():
             axis = token_axis(name, value)
             shape = [*value.shape[:axis], size, *value.shape[axis + 1 :]]
-            self.arguments[name] = memory.take(
+            self.arguments[name] = memory.allocate(
                 shape, list(torch.empty(shape, device="meta").stride()), value.dtype
             )
-        self._fill(num_tokens, given)
+        self._fill(num_tokens, arguments)
         self.result = self._record(program, memory, record)
         memory.give_all_back()
 
-    def __call__(self, num_tokens: int, given: Mapping[str, Tensor]) -> Tensor:
-        self._fill(num_tokens, given)
+    def __call__(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> Tensor:
+        self._fill(num_tokens, arguments)
         self._replay(num_tokens)
         # The next replay writes there.
         return self.result[:num_tokens].clone()
 
     @abstractmethod
     def _record(self, program: Program, memory: Memory, record: Record) -> Tensor:
-        """Returns where each replay leaves its result [size, ...]."""
+        """Records the pass, and returns the tensor [size, ...] where each replay leaves its
+        result."""
 
     @abstractmethod
     def _replay(self, num_tokens: int) -> None: ...
 
-    def _fill(self, num_tokens: int, given: Mapping[str, Tensor]) -> None:
-        for name, value in given.items():
+    def _fill(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> None:
+        for name, value in arguments.items():
             axis = token_axis(name, value)
             target = self.arguments[name]
             target.narrow(axis, 0, num_tokens).copy_(value)
@@ -85,8 +89,8 @@ class Replay(ABC):
 
 
 class Whole(Replay):
-    """The whole pass as one graph. Its attention reads the metadata of the step, which lie where
-    they lay."""
+    """A replay of the whole pass as one graph. Attention reads the step's metadata at the addresses
+    of the recording."""
 
     def _record(self, program: Program, memory: Memory, record: Record) -> Tensor:
         outputs = _Outputs(lambda: program(self.size, self.arguments), memory)
@@ -99,15 +103,14 @@ class Whole(Replay):
 
 
 class Passes(Replay):
-    """A graph of each part between attention. Attention itself runs as it is, and sees no
-    padding."""
+    """A replay of one graph per part between attention. Attention runs eagerly, without padding."""
 
     def _record(self, program: Program, memory: Memory, record: Record) -> Tensor:
         self._actions: list[Callable[[int], object]] = []
-        """Take the number of tokens."""
+        """Graphs and ops of the pass in order. Each takes the number of tokens."""
         registers = program.filled(self.arguments)
         shared: set[int] = set()
-        """Registers whose tensors lay in the same memory as others."""
+        """Registers whose tensors shared memory with others."""
         for call, operands, outputs, gives, last in program.steps_of(self.size):
             values = [registers[value] if is_register else value for is_register, value in operands]
             if gives:
@@ -138,14 +141,16 @@ class Passes(Replay):
     def _run_op(
         self, call: Callable[..., object], operands: list[Any], written: list[int], num_tokens: int
     ) -> None:
-        """Of the tokens that count. The others give 0, so that nothing depends on what was
-        there."""
+        """Runs an op for the tokens without padding. Outputs of the padding are set to 0, so that
+        no old data remains."""
         if num_tokens < self.size:
             for place in written:
                 operands[place][num_tokens:].zero_()
             operands = [
-                one[:num_tokens] if isinstance(one, Tensor) and len(one) == self.size else one
-                for one in operands
+                operand[:num_tokens]
+                if isinstance(operand, Tensor) and len(operand) == self.size
+                else operand
+                for operand in operands
             ]
         call(*operands)
 
@@ -155,32 +160,32 @@ def _replay(graph: Callable[[], object], num_tokens: int) -> None:
 
 
 def _written(op: Any) -> list[int]:
-    """Which operands an op writes to."""
+    """Indices of the operands that an op writes to."""
     return [
         place
-        for place, one in enumerate(op.default._schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
+        for place, argument in enumerate(op.default._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 class _Outputs:
-    """Calls a function, and copies the tensors that it gives to where they are at each call."""
+    """A function whose output tensors are copied to the same addresses at each call."""
 
     def __init__(self, call: Callable[[], Any], memory: Memory) -> None:
         self.found: list[Any] = []
-        """What it gives; the tensors are the memory's."""
+        """Outputs of the function, as tensors of `memory`."""
         self.shared: list[int] = []
-        """Which of them are views of the same memory, as the function gives them."""
+        """Indices of the outputs that are views of the same memory in the function's own result."""
         self._call = call
         self._memory = memory
 
     def __call__(self) -> None:
-        given = self._call()
-        values = list(given) if isinstance(given, tuple | list) else [given]
+        returned = self._call()
+        values = list(returned) if isinstance(returned, tuple | list) else [returned]
         if not self.found:
             places = [
-                one.untyped_storage().data_ptr() if isinstance(one, Tensor) else None
-                for one in values
+                value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+                for value in values
             ]
             self.shared = [
                 index
@@ -188,7 +193,7 @@ class _Outputs:
                 if place is not None and places.count(place) > 1
             ]
             self.found = [
-                self._memory.like(one) if isinstance(one, Tensor) else one for one in values
+                self._memory.like(value) if isinstance(value, Tensor) else value for value in values
             ]
         pairs = [
             (target, value)

@@ -1,4 +1,5 @@
-"""Split: a captured graph in parts, between ops that stay as they are. Equal parts are one."""
+"""Splitting: a captured graph becomes parts between ops that stay eager. Equal parts are compiled
+once."""
 
 from __future__ import annotations
 
@@ -21,27 +22,28 @@ _getitem = operator.getitem
 
 
 class Step(Struct, frozen=True, array_like=True):
-    """One call. Registers hold inputs, and what earlier steps gave."""
+    """One call of a plan. Registers hold the inputs and the outputs of earlier steps."""
 
     kind: str
-    """"part" or "op"."""
+    """Kind of the call: "part" or "op"."""
     name: str
-    """The part's key, or the op's name: "toolkit_lm::attention"."""
+    """The part's key, or the op's name, such as "toolkit_lm::attention"."""
     inputs: list[list[Any]]
-    """[["register", 3], ["value", "model.layers.0.self_attn.attn"]]."""
+    """Operands, such as [["register", 3], ["value", "model.layers.0.self_attn.attn"]]."""
     outputs: list[int]
-    """Registers; -1: nobody reads it."""
+    """Output registers. -1: the output is unused."""
     last: list[int] = field(default_factory=list)
     """Registers that no later step reads."""
 
 
-class Plan(Struct, frozen=True):
-    """How a forward pass is computed, as data: it is all that a warm start knows of it."""
+class ForwardPlan(Struct, frozen=True):
+    """A forward pass as data. A warm start needs nothing else to know how it is computed."""
 
     arguments: dict[str, list[Any]]
-    """By name: dtype and number of dimensions. A pass with other arguments has another plan."""
+    """Dtype and number of dimensions of each argument, by name. Passes with other arguments have
+    other plans."""
     inputs: list[list[Any]]
-    """What the first registers hold, as in Capture.inputs."""
+    """Contents of the first registers: see Capture.inputs."""
     num_registers: int
     steps: list[Step]
     result: int
@@ -55,9 +57,9 @@ class Plan(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Split:
-    """The plan, the graphs that it calls by key, and the whole as code to read."""
+    """A plan, its graphs by key, and all of the code in readable form."""
 
-    plan: Plan
+    plan: ForwardPlan
     graphs: dict[str, fx.GraphModule]
     code: str
 
@@ -65,8 +67,8 @@ class Split:
 def split(
     captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Sequence[str]
 ) -> Split:
-    """Cuts before and after each of `splitting_ops`. Raises ConfigError for a name that is no
-    op's."""
+    """Splits a graph before and after each of `splitting_ops`. Raises ConfigError for an unknown
+    op."""
     ops = {op: name for name in splitting_ops if (op := _op(name)) is not None}
     whole = captured.graph
     places: dict[fx.Node, int] = {}
@@ -82,7 +84,7 @@ def split(
         elif node.target is _getitem and not isinstance(
             node.args[0].meta.get("example_value"), torch.Tensor
         ):
-            # What is taken out of a tuple is taken where the tuple is made.
+            # An item of a tuple is placed with the op that makes the tuple.
             places[node] = places.get(node.args[0], place)
         else:
             places[node] = place
@@ -98,10 +100,10 @@ def _plan(
     captured: Capture,
     arguments: dict[str, list[Any]],
     graphs: dict[str, fx.GraphModule],
-) -> Plan:
+) -> ForwardPlan:
     registers: dict[fx.Node, int] = {}
     tuples: dict[fx.Node, dict[int, int]] = {}
-    """Of steps with several outputs: by index, the register."""
+    """Output registers by index, for steps with several outputs."""
     steps: list[Step] = []
     result = 0
     total = 0
@@ -123,7 +125,7 @@ def _plan(
                         f"{op.target}."
                     )
                 bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                operands = [_operand(one, bound) for one in _spread(op.args)]
+                operands = [_operand(argument, bound) for argument in _spread(op.args)]
                 steps.append(Step("op", ops[_packet(op.target)], operands, []))
                 continue
             several = isinstance(results, tuple | list)
@@ -143,7 +145,7 @@ def _plan(
             result = registers[only]
         else:
             raise UnsupportedError(f"the graph computes {node.target} outside of its parts.")
-    return Plan(
+    return ForwardPlan(
         arguments,
         [[kind, value] for kind, value in captured.inputs],
         total,
@@ -153,9 +155,11 @@ def _plan(
 
 
 def _splitting_op(graph: fx.GraphModule, ops: Container[Any]) -> fx.Node | None:
-    """The one that a part is made of; None: it is made of others."""
+    """The splitting op that a subgraph consists of. None: it holds other ops."""
     found: list[fx.Node] = [
-        one for one in graph.graph.nodes if one.op == "call_function" and _packet(one.target) in ops
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and _packet(node.target) in ops
     ]
     return found[0] if found else None
 
@@ -171,7 +175,7 @@ def _with_last_uses(steps: list[Step], result: int) -> list[Step]:
 
 
 def _spread(args: tuple[Any, ...]) -> list[Any]:
-    """Operands one by one: a list of tensors comes last."""
+    """Flattens operands: the last one may be a list of tensors."""
     *first, last = args
     return [*first, *last] if isinstance(last, list | tuple) else [*first, last]
 
@@ -185,15 +189,17 @@ def _operand(value: Any, bound: dict[fx.Node, list[Any]]) -> list[Any]:
 
 
 def signature(graph: fx.GraphModule) -> str:
-    """Equal for graphs that compute alike of tensors that look alike. Names do not count, but order
-    does."""
+    """The key of a graph. Graphs with the same computation on similar tensors have the same key.
+
+    Names do not count, but the order of operations does.
+    """
     nodes: dict[fx.Node, str] = {}
     symbols: dict[str, str] = {}
     lines = []
     for node in graph.graph.nodes:
         nodes[node] = f"%{len(nodes)}"
         looks = _looks(node.meta.get("example_value"), symbols) if node.op == "placeholder" else ""
-        arguments = fx.map_arg((node.args, node.kwargs), lambda one: _Name(nodes[one]))
+        arguments = fx.map_arg((node.args, node.kwargs), lambda node: _Name(nodes[node]))
         lines.append(
             f"{nodes[node]} {node.op} {'' if node.op == 'placeholder' else _target(node)} "
             f"{arguments!r} {looks}"
@@ -242,7 +248,8 @@ def _target(node: fx.Node) -> str:
 
 
 def _op(name: str) -> Any:
-    """None: it is of models of another kind."""
+    """The op of a name. None: only models of another kind have it. Raises ConfigError for an
+    unknown name."""
     try:
         space, op = name.split("::")
         return getattr(getattr(torch.ops, space), op)

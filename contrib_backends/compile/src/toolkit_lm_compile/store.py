@@ -1,4 +1,4 @@
-"""The compile cache on disk: one folder for each key and rank, whole or not there."""
+"""The compile cache on disk: one folder per key and rank, which is complete or absent."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ import platformdirs
 from msgspec import Struct, field
 from toolkit_lm.errors import ConfigError
 
-from toolkit_lm_compile.split import Plan
+from toolkit_lm_compile.split import ForwardPlan
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = "toolkit_lm compile cache 2"
-"""In each manifest. An entry of another format is not read."""
+"""Format of the manifests. Entries of another format are not read."""
 _STAGED = ".staged-"
-_WAYS_OUT = "Name another folder in compilation_config (cache_dir), or use --no-compile-cache."
+_WAYS_OUT = "Name another folder in compilation_config (cache_dir), or use compile_cache=False."
 
 
 class FileRecord(Struct, frozen=True, array_like=True):
-    """What a file was when it was written."""
+    """Size and digest of a file at the time it was written."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     digest: str
-    """SHA-256."""
+    """SHA-256 of the contents."""
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Of a file as it is."""
+        """The record of a file as it is now."""
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def differs(self, path: Path) -> str | None:
-        """Why a file is not the one that was written; None when it is. A size that is wrong is seen
-        without reading."""
+        """Why a file differs from the one that was written. None: it does not.
+
+        The file is read only if its size is right.
+        """
         if path.is_symlink() or not path.is_file():
             return "it is no file"
         if (size := path.stat().st_size) != self.size:
@@ -57,27 +59,27 @@ class FileRecord(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a rank's folder holds."""
+    """Contents of a rank's folder."""
 
     model: str
-    """The architecture, and what else tells entries apart for a reader."""
+    """The architecture, and other details that tell entries apart for a reader."""
     ingredients: dict[str, str]
-    """Of the key."""
+    """Digests of the key's ingredients by name."""
     sources: dict[str, str]
-    """SHA-256 of each module that was traced."""
-    plans: list[Plan]
+    """SHA-256 of each traced module, by name."""
+    plans: list[ForwardPlan]
     bands: list[str] = field(default_factory=list)
-    """Numbers of tokens with code of their own."""
+    """Bands of numbers of tokens that have their own code."""
     instructions: list[str] = field(default_factory=list)
-    """Names of the sets of vector instructions that were there."""
+    """Names of the vector instruction sets that the compiling machine had."""
     files: dict[str, FileRecord] = field(default_factory=dict)
-    """By the path in the folder."""
+    """Records of the files, by their path in the folder."""
     format: str = ""
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """Key and place, "any" or a band of numbers of tokens, of each compiled part among the
-        files."""
+        """Key and place of each compiled part. The place is "any" or a band of numbers of
+        tokens."""
         paths = [Path(name).parts for name in self.files]
         return sorted(
             {(path[1], path[2]) for path in paths if len(path) > 3 and path[0] == "parts"}
@@ -85,7 +87,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class DamagedError(Exception):
-    """A folder of the cache does not hold what its manifest says."""
+    """The contents of a cache folder differ from its manifest."""
 
 
 def default_root() -> Path:
@@ -94,8 +96,10 @@ def default_root() -> Path:
 
 
 def open_root(root: Path) -> Path:
-    """Makes the folder for its user alone. Raises ConfigError where it cannot, and where others may
-    write it."""
+    """Makes the cache folder, for its user alone.
+
+    Raises ConfigError if it cannot be made, or if others may write to it.
+    """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_writable = os.access(root, os.W_OK | os.X_OK)
@@ -129,8 +133,8 @@ def open_root(root: Path) -> Path:
 
 
 def _who_may_replace(status: os.stat_result) -> str | None:
-    """Who else may put another folder in the place of one that is in this one; None: nobody but the
-    system's administrator."""
+    """Which other user may replace a folder inside this one. None: only the system's
+    administrator."""
     if status.st_uid not in (0, os.getuid()) and not _is_outside(status.st_uid):
         return f"its owner, {_user_name(status.st_uid)},"
     if status.st_mode & stat.S_ISVTX:
@@ -143,9 +147,9 @@ def _who_may_replace(status: os.stat_result) -> str | None:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether nobody but this user, and the system's administrator, is in a group.
+    """Whether a group has no members but this user and the system's administrator.
 
-    That of the process says nothing of it: a service may run with one that many are in, such as
+    That a process runs with a group does not show it. A service may run with a shared group such as
     video.
     """
     if group == 0:
@@ -163,8 +167,8 @@ def _is_own_group(group: int) -> bool:
 
 
 def _is_outside(user: int) -> bool:
-    """Whether a container's own users are a part of the machine's, and this stands for all others:
-    the system's administrator is one."""
+    """Whether `user` stands for all users outside the container, such as the system's
+    administrator."""
     try:
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
@@ -188,7 +192,7 @@ def _group_name(number: int) -> str:
 
 
 def _parents_within(root: Path) -> Iterator[Path]:
-    """The folders below it that an entry's path goes through."""
+    """The folders directly below the root, through which entries' paths go."""
     for entry in root.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             yield entry
@@ -205,8 +209,8 @@ class Entry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Waits for whoever makes this entry at the moment. The system lets go of the lock of a
-        process that dies."""
+        """Locks the entry. Waits for another process that is writing it. The system releases the
+        lock of a process that dies."""
         self.parent.mkdir(mode=0o700, exist_ok=True)
         with self._lock.open("w") as lock:
             try:
@@ -217,7 +221,8 @@ class Entry:
             yield
 
     def read(self) -> Manifest | None:
-        """Compares each file with the manifest. None: there is no entry. Raises DamagedError."""
+        """Reads the manifest, and compares each file with it. None: there is no entry. Raises
+        DamagedError."""
         if not self.folder.is_dir():
             return None
         try:
@@ -235,8 +240,7 @@ class Entry:
 
     @contextlib.contextmanager
     def staged(self) -> Iterator[Path]:
-        """A folder to write into, in the lock. What a process that died has left of another one
-        goes."""
+        """A new folder to write into, under the lock. Leftovers of dead processes are removed."""
         for old in self.parent.glob(f"{_STAGED}*"):
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=_STAGED, dir=self.parent))
@@ -246,7 +250,7 @@ class Entry:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, staged: Path, manifest: Manifest) -> None:
-        """Makes what was written the entry, all at once."""
+        """Makes a written folder the entry, atomically."""
         files = {
             path.relative_to(staged).as_posix(): FileRecord.of(path)
             for path in sorted(staged.rglob("*"))

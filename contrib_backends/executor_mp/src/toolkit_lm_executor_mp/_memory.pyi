@@ -1,8 +1,8 @@
 MOST_RANKS: int
 MOST_OWN: int
-"""Counters that are the caller's."""
+"""Number of counters that callers may use."""
 COUNTERS: int
-"""Bytes that the counters take, at the memory's beginning."""
+"""Bytes of the counters, at the start of the memory."""
 BUFFER: int
 """Bytes of a buffer. There are two for each rank, after the counters."""
 HAS_FLOAT16: int

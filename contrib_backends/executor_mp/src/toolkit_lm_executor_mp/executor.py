@@ -1,5 +1,4 @@
-"""The executor whose workers are processes of this machine, or of several: tensor x pipeline
-parallel size of them."""
+"""The executor that runs one worker process per rank, on this machine or on several nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError, UnsupportedError
-from toolkit_lm.executor import Executor
+from toolkit_lm.executor import Executor, WorkerAnswer
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
@@ -32,11 +31,12 @@ _OF_ENGINE = {
     "hookspecs",
     "checkpoints",
 }
-"""What plugins register that no worker needs."""
+"""Kinds of plugin registrations that no worker needs."""
 
 
 class MpExecutor(Executor):
-    """Every worker takes every plan; the first rank of the last pipeline stage answers."""
+    """An executor that sends each step to all workers. The first rank of the last pipeline stage
+    answers."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.config = config
@@ -49,26 +49,29 @@ class MpExecutor(Executor):
         self._num_steps = 0
         self._descriptions: list[wire.Description] = []
         self._end: float | None = time.monotonic() + config.engine.start_timeout
-        """When the workers must be ready."""
+        """Value of time.monotonic() by which the workers must be ready. None: they have warmed
+        up."""
         _check_plugins(plugins)
         self.link = self.make_link()
         # Whoever makes an engine may fail before there is one to shut down.
         self._finalizer = weakref.finalize(self, self.link.end)
 
     def make_link(self) -> Link:
-        """Starts the workers, or has them started. Raises ConfigError, EngineDeadError,
-        UnsupportedError."""
+        """Starts the workers, or has their nodes start them.
+
+        Raises ConfigError, EngineDeadError, UnsupportedError.
+        """
         _check_devices(self.config)
         return Link(self.config)
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers' processes on this machine, by rank."""
+        """PIDs of the worker processes on this machine, in the order of ranks."""
         return [process.pid for process in self.link.processes]
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """What fails at the start ends the workers."""
+        """Context of the start-up calls. A failure inside it shuts the workers down."""
         try:
             yield
         except BaseException as error:
@@ -95,7 +98,7 @@ class MpExecutor(Executor):
             ]
 
     def _ask(self, command: wire.Command, doing: str) -> list[Any]:
-        """What all ranks answer, in the order of ranks."""
+        """Sends a command to all ranks and returns their answers, in the order of ranks."""
         if self.link.has_failed:
             self.link.connect()
         done: list[Any] = self.link.answers(self.link.call(command, doing), self._end)
@@ -103,8 +106,8 @@ class MpExecutor(Executor):
 
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return [
-            {layer: self._spec(raw) for layer, raw in one.specs.items()}
-            for one in self._descriptions
+            {layer: self._spec(raw) for layer, raw in description.specs.items()}
+            for description in self._descriptions
         ]
 
     def _spec(self, raw: msgspec.Raw) -> KVCacheSpec:
@@ -113,29 +116,39 @@ class MpExecutor(Executor):
         return spec
 
     def backends(self) -> dict[str, str]:
-        return {layer: name for one in self._descriptions for layer, name in one.backends.items()}
+        return {
+            layer: name
+            for description in self._descriptions
+            for layer, name in description.backends.items()
+        }
 
     def part_facts(self) -> dict[str, msgspec.Raw]:
         return {
-            name: facts for one in reversed(self._descriptions) for name, facts in one.parts.items()
+            name: facts
+            for description in reversed(self._descriptions)
+            for name, facts in description.parts.items()
         }
 
     def free_memory(self) -> int:
-        step_memory = max(one.step_memory for one in self._descriptions)
+        step_memory = max(description.step_memory for description in self._descriptions)
         sharing = (
             1 if self.config.device.device.startswith("cuda") else self.parallel.ranks_per_node
         )
-        return min(one.free_memory for one in self._descriptions) // sharing - step_memory
+        return (
+            min(description.free_memory for description in self._descriptions) // sharing
+            - step_memory
+        )
 
     def free_host_memory(self) -> int:
         return (
-            min(one.free_host_memory for one in self._descriptions) // self.parallel.ranks_per_node
+            min(description.free_host_memory for description in self._descriptions)
+            // self.parallel.ranks_per_node
         )
 
     def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
         with self._starting():
             self._ask(
-                wire.InitKVCache([msgspec.Raw(wire.encode(one)) for one in kv_caches]),
+                wire.InitKVCache([msgspec.Raw(wire.encode(kv_cache)) for kv_cache in kv_caches]),
                 "while allocating the KV cache",
             )
 
@@ -159,6 +172,15 @@ class MpExecutor(Executor):
             lambda done: done[0].result,
         ).future
 
+    def call(self, method: str, payload: msgspec.Raw) -> Future[list[WorkerAnswer]]:
+        if self.link.has_failed:
+            self.link.connect()
+        return self.link.call(
+            wire.CallMethod(method, payload),
+            f"in {method}",
+            combine=lambda done: [report.answer for report in done],
+        ).future
+
     def check(self) -> None:
         self.link.check()
 
@@ -174,7 +196,11 @@ class MpExecutor(Executor):
 def _check_plugins(plugins: Plugins) -> None:
     for info in plugins.infos:
         registers = [hook.partition("toolkit_register_") for hook in info.hooks]
-        needed = [f"{mark}{what}" for _, mark, what in registers if mark and what not in _OF_ENGINE]
+        needed = [
+            f"{mark}{registry}"
+            for _, mark, registry in registers
+            if mark and registry not in _OF_ENGINE
+        ]
         if info.distribution is None and info.status == "ok" and needed:
             raise PluginError(
                 f"{info} implements {', '.join(needed)}, which the workers need too, but an "
@@ -189,7 +215,7 @@ def _check_devices(config: VllmConfig) -> None:
     if device.type == "cuda" and device.index is not None:
         raise UnsupportedError(
             f"device {config.device.device!r} is one device, and each worker takes its own: give "
-            "--device cuda, and choose the GPUs by "
+            "device='cuda', and choose the GPUs by "
             "CUDA_VISIBLE_DEVICES."
         )
     if (

@@ -24,19 +24,20 @@ from toolkit_lm_executor_mp.store import OpenFileStore, SignedStore
 from toolkit_lm_executor_mp.torch_group import TorchGroup
 
 _dist: Any = torch.distributed
-"""Its types know but a part of it."""
+"""torch.distributed as Any: its type stubs cover only a part of it."""
 _HAS_ABSTRACT = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
-"""Linux has socket addresses that are no files, and says who is at the other end."""
+"""Whether abstract Unix sockets and SO_PEERCRED exist, as on Linux."""
 
 
 class Groups(NamedTuple):
-    """Those of one rank. A group of a single rank is the base class."""
+    """The tensor parallel and pipeline parallel group of one rank. A group of a single rank is a
+    plain Group."""
 
     tensor: Group
     pipeline: Group
 
     def flush(self) -> None:
-        """Waits until what was sent is on its way."""
+        """Waits until all messages are sent."""
         for group in self:
             if isinstance(group, SocketGroup | TorchGroup):
                 group.flush()
@@ -48,23 +49,24 @@ class Groups(NamedTuple):
 
 
 class MasterStore(NamedTuple):
-    """Where ranks of several machines meet: a TCPStore of the engine's process."""
+    """A TCPStore in the engine's process, where ranks of several machines meet."""
 
     address: str
     port: int
     attempt: int
-    """Ranks that connect anew meet under another number."""
+    """Number of the attempt. Ranks that reconnect meet under another number."""
     key: bytes
-    """Of the attempt: ranks believe what is signed by it. It reaches them by the engine's encrypted
-    connections."""
+    """Secret of the attempt, with which ranks sign their values in the store. It reaches them over
+    the engine's encrypted connections."""
 
 
 def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch.device) -> Groups:
-    """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there.
-    Raises LostRankError.
+    """Connects the groups of the worker of `parallel.rank`. Waits until the ranks of each group are
+    there. Raises LostRankError.
 
-    `meeting`: a folder that is not there yet, equal on all ranks of one machine, inside one that
-    only their user may enter; nobody needs it once all are connected. Or the store.
+    `meeting`: a store, or a folder that does not exist yet. All ranks of one machine name the same
+    folder. Only their user may enter its parent. The folder is of no use once all ranks are
+    connected.
     """
     tensor = parallel.tensor_parallel_size
     pipeline = parallel.pipeline_parallel_size
@@ -89,7 +91,7 @@ def _group(
     parallel: ParallelConfig,
     device: torch.device,
 ) -> Group:
-    """`rank`: the place in the group of `ranks`."""
+    """Connects one group. `rank`: this rank's index in `ranks`."""
     size = len(ranks)
     if size == 1:
         return Group()
@@ -109,14 +111,14 @@ def _group(
 
 
 def _near(group: SocketGroup) -> SocketGroup:
-    """With memory that all have mapped, where they can."""
+    """Adds shared memory to a group, if all its ranks can map it."""
     memory = share_memory(group)
     return group if memory is None else MemoryGroup(group, memory)
 
 
 def _store(meeting: MasterStore, name: str) -> tuple[SignedStore, str]:
-    """Where the ranks of a group find each other, and the address of this machine at which others
-    reach it."""
+    """Returns the store where the ranks of a group meet, and this machine's address for the other
+    ranks."""
     with together():
         store = _dist.TCPStore(
             meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=TIMEOUT)
@@ -132,7 +134,8 @@ def _store(meeting: MasterStore, name: str) -> tuple[SignedStore, str]:
 
 
 def _gloo(store: Any, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:
-    """Over TCP, at `address`. Nobody else can connect to it once the ranks are connected."""
+    """Makes a Gloo group over TCP at `address`. Nobody else can connect once the ranks are
+    connected."""
     others = _listeners()
     options = _dist.ProcessGroupGloo._Options()
     with together():
@@ -146,15 +149,16 @@ def _gloo(store: Any, rank: int, size: int, device: torch.device, address: str) 
 
 
 def _nccl_here(folder: Path, name: str, rank: int, size: int, device: torch.device) -> TorchGroup:
-    """The ranks are on one machine: NCCL listens to nobody else, unless the operator says where."""
+    """Makes an NCCL group of ranks on one machine. NCCL listens on the loopback interface, unless
+    NCCL_SOCKET_IFNAME is set."""
     folder.mkdir(mode=0o700, exist_ok=True)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return _nccl(OpenFileStore(folder / name), rank, size, device)
 
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> TorchGroup:
-    """Its ranks meet by the store when they first exchange something, each pair of a pipeline
-    anew."""
+    """Makes an NCCL group. Its ranks meet in the store at their first exchange, each pair of a
+    pipeline separately."""
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT)
     with together():
@@ -162,7 +166,7 @@ def _nccl(store: Any, rank: int, size: int, device: torch.device) -> TorchGroup:
 
 
 def _listeners() -> set[int]:
-    """Descriptors of this process's sockets that listen to a network. Linux alone tells."""
+    """Descriptors of this process's sockets that listen to a network. Empty except on Linux."""
     found = set()
     with suppress(FileNotFoundError):
         for word in os.listdir("/proc/self/fd"):
@@ -175,17 +179,19 @@ def _listeners() -> set[int]:
 
 def _listens(descriptor: int) -> bool:
     """Whether a socket takes connections from a network."""
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        is_network = one.family in (socket.AF_INET, socket.AF_INET6)
-        return is_network and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        is_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+        return is_network and bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 @contextmanager
 def torch_groups(
     parallel: ParallelConfig, path: Path, device: torch.device = torch.device("cpu")
 ) -> Iterator[None]:
-    """The process is the worker of `parallel.rank`: joins those of its machine in the folder
-    `path`, and leaves them at the end."""
+    """Joins the groups of the worker of `parallel.rank`, and leaves them at the end.
+
+    `path`: the folder where the ranks of this machine meet.
+    """
     groups = connect(parallel, path, device)
     try:
         with parallel_groups(tensor=groups.tensor, pipeline=groups.pipeline):

@@ -1,5 +1,5 @@
-"""How the engine reaches its workers: one broadcast for all, and a thread that takes their reports
-in."""
+"""The engine's connection to its workers: it broadcasts commands, and a thread receives the
+reports."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ from toolkit_lm_executor_mp.nodes import Nodes, make_nodes
 from toolkit_lm_executor_mp.process import WorkerProcess
 
 PATIENCE = 60.0
-"""Seconds that the other ranks get to end a step that has failed on one."""
+"""Seconds that the other ranks get to finish a step after one rank has failed."""
 _LOOK = 1.0
-"""Seconds between two looks at whether the processes live, should a fork of one hold its lifeline
+"""Seconds between two checks that the processes live, in case a fork of one holds its lifeline
 open."""
 
 
 MakeNodes = Callable[[zmq.Context[zmq.Socket[bytes]], VllmConfig], Nodes | None]
-"""Makes the engine's side of the other machines, where there are any."""
+"""Factory of the connections to other nodes. It returns None where there is one machine."""
 
 
 class Call:
-    """A command on its way, and what the ranks that it waits for have answered."""
+    """A command that was sent, and the answers of its ranks so far."""
 
     def __init__(
-        self, doing: str, ranks: Iterable[int], take: Callable[[list[wire.Done]], Any]
+        self, doing: str, ranks: Iterable[int], combine: Callable[[list[wire.Done]], Any]
     ) -> None:
-        """`doing`: such as "in step 7". `take` makes the result of the answers of `ranks`, in their
-        order."""
+        """Keeps the ranks whose answers are due.
+
+        `doing`: a phrase for errors, such as "in step 7". `combine` makes the result from the
+        answers, in the order of `ranks`."""
         self.doing = doing
         self.ranks = list(ranks)
         self.reports: dict[int, wire.Done | wire.Failed] = {}
         self.future: Future[Any] = Future()
-        """It raises what the rank to blame has raised."""
-        self._take = take
+        """The call's result, or the error of the rank that failed first."""
+        self._combine = combine
 
     @property
     def missing(self) -> list[int]:
@@ -55,61 +57,74 @@ class Call:
 
     @property
     def failure(self) -> wire.Failed | None:
-        """Of the first of `ranks` that has failed."""
+        """The report of the first of `ranks` that has failed, or None."""
         return next(
-            (one for rank in self.ranks if isinstance(one := self.reports.get(rank), wire.Failed)),
+            (
+                report
+                for rank in self.ranks
+                if isinstance(report := self.reports.get(rank), wire.Failed)
+            ),
             None,
         )
 
     def finish(self) -> None:
         self.future.set_result(
-            self._take(
-                [one for rank in self.ranks if isinstance(one := self.reports[rank], wire.Done)]
+            self._combine(
+                [
+                    report
+                    for rank in self.ranks
+                    if isinstance(report := self.reports[rank], wire.Done)
+                ]
             )
         )
 
     def fail(self, failed: wire.Failed, machine: str) -> None:
-        """`machine`: such as " of node 1 (host)"."""
+        """Sets the error of the rank that failed. `machine`: its node for the error, such as " of
+        node 1 (host)"."""
         self.future.set_exception(
             failed.failure.error(f"on rank {failed.rank}{machine} {self.doing}")
         )
 
 
 class Link:
-    """The workers of an engine. `call` may be used from any thread, one at a time.
+    """An engine's workers. `call` may be used from any thread, one at a time.
 
-    A rank that fails in a call leaves its groups, so that those who wait for it fail as well: its
-    failure is theirs. Until `connect`, all calls fail. Where a worker dies, all are ended, and all
-    calls fail with EngineDeadError, for good.
+    A rank that fails in a call leaves its groups. Ranks that wait for it then fail as well, and its
+    error is reported for all. All calls fail until `connect`.
+
+    A worker that dies ends all workers. All later calls fail with EngineDeadError.
     """
 
     def __init__(self, config: VllmConfig, make_nodes: MakeNodes = make_nodes) -> None:
-        """Starts the processes of this machine. Raises EngineDeadError where that fails,
-        ConfigError for what nodes cannot run."""
+        """Starts the worker processes of this machine.
+
+        Raises EngineDeadError if that fails, ConfigError for a config that several nodes cannot
+        run.
+        """
         self.num_ranks = config.parallel.num_ranks
         self.has_failed = False
-        """A call has, since the ranks were connected."""
+        """Whether a call has failed since the ranks were last connected."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_send, self._wake_recv = socket.socketpair()
         self._lock = threading.RLock()
         self._num_calls = 0
         self._calls: dict[int, Call] = {}
-        """By number, those that are not over."""
+        """Unfinished calls by number."""
         self._oldest_call = 0
-        """The first since then."""
+        """Number of the first call since the ranks were last connected."""
         self._culprit: wire.Failed | None = None
-        """Who failed first, since the ranks were connected."""
+        """The first failure since the ranks were last connected."""
         self._deadline: float | None = None
-        """When the other ranks must have answered."""
+        """Value of time.monotonic() by which the other ranks must answer after a failure."""
         self._death: ToolkitError | None = None
         self._ended = False
         self._thread_ends = False
-        """What `end` leaves to the thread."""
+        """Whether the thread closes the sockets, since `end` was called in it."""
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-workers", daemon=True)
         self._nodes: Nodes | None = None
         self._local: LocalWorkers | None = None
         self.reason = ""
-        """Why the workers are ended, where something has failed: other machines are told."""
+        """Why the workers are ended, if something has failed. Other nodes are told."""
         try:
             self._nodes = make_nodes(self._context, config)
             if self._nodes is None:
@@ -124,14 +139,14 @@ class Link:
 
     @property
     def processes(self) -> list[WorkerProcess]:
-        """Of this machine's workers, by rank."""
+        """The worker processes of this machine, in the order of ranks."""
         return [] if self._local is None else self._local.processes
 
     def start(self, start: wire.Start, end: float) -> None:
-        """Checks who the workers are, has them load their plugins, and connects them. Raises what
-        fails there.
+        """Authenticates the workers, has them load their plugins, and connects the ranks. Raises
+        their errors.
 
-        `end`: of time.monotonic(), when they must be ready.
+        `end`: the value of time.monotonic() by which they must be ready.
         """
         self._greet(end)
         self._thread.start()
@@ -139,14 +154,15 @@ class Link:
         self.answers(self.connect(), end)
 
     def answers(self, call: Call, end: float | None) -> Any:
-        """Its result. Raises EngineDeadError where `end` comes first."""
+        """The call's result. Raises EngineDeadError if `end`, a value of time.monotonic(), comes
+        first."""
         try:
             return call.future.result(None if end is None else max(0.0, end - time.monotonic()))
         except TimeoutError as error:
             raise _late(call.missing, call.doing) from error
 
     def connect(self) -> Call:
-        """Gives the ranks new groups, where nothing of a failed step waits."""
+        """Gives the ranks new groups, so that nothing of a failed step is left in them."""
         with self._lock:
             # Workers know a later one by the first one's name, should the engine die before it has
             # told them.
@@ -179,11 +195,13 @@ class Link:
         command: wire.Command,
         doing: str,
         ranks: Iterable[int] | None = None,
-        take: Callable[[list[wire.Done]], Any] = lambda done: done,
+        combine: Callable[[list[wire.Done]], Any] = lambda done: done,
     ) -> Call:
-        """Sends a command to all ranks. Those in `ranks`, by default all, answer it; `take` makes
-        the result of their answers."""
-        call = Call(doing, range(self.num_ranks) if ranks is None else ranks, take)
+        """Sends a command to all ranks.
+
+        `ranks`: those that answer it, by default all. `combine` makes the result from their
+        answers."""
+        call = Call(doing, range(self.num_ranks) if ranks is None else ranks, combine)
         try:
             message = wire.encode(command)
         except Exception as error:
@@ -203,13 +221,13 @@ class Link:
         return call
 
     def check(self) -> None:
-        """Raises EngineDeadError where a worker has died."""
+        """Raises EngineDeadError if a worker has died."""
         if self._death is not None:
             raise self._death
 
     def end(self) -> None:
-        """Ends the workers. Safe to call twice, and from the thread itself, where garbage may be
-        collected."""
+        """Ends the workers. Safe to call twice, and in the link's own thread, where garbage
+        collection may call it."""
         with self._lock:
             if self._ended:
                 return
@@ -239,10 +257,10 @@ class Link:
         return self._local
 
     def _greet(self, end: float) -> None:
-        """Until all ranks of this machine, and all nodes with theirs, have proven who they are."""
+        """Waits until all local ranks and all nodes are authenticated. Raises EngineDeadError."""
         while self._workers.unknown or (self._nodes is not None and self._nodes.missing):
             self._wait(min(end, time.monotonic() + _LOOK))
-            for report in self._take_reports():
+            for report in self._receive_reports():
                 self._workers.greet(report)
             self._look_for_deaths("while importing")
             self.check()
@@ -273,36 +291,37 @@ class Link:
             if self._ended:
                 return
             with self._lock:
-                for report in self._take_reports():
-                    self._take(report)
+                for report in self._receive_reports():
+                    self._process(report)
                 self._settle()
                 self._look_for_deaths(
                     next((call.doing for call in self._calls.values()), "between steps")
                 )
 
     def _wait(self, end: float) -> None:
-        """Until there is a report, a process has died, `self.end` is called, or time is over."""
+        """Waits for a report, for a process to die, for `self.end`, or until `end` of
+        time.monotonic()."""
         poller = zmq.Poller()
         doors = [] if self._nodes is None else [self._nodes.door]
-        for one in (
+        for source in (
             self._workers.reports,
             self._wake_recv,
             *doors,
             *(process.lifeline for process in self.processes),
         ):
-            poller.register(one, zmq.POLLIN)
+            poller.register(source, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, end - time.monotonic())))
 
-    def _take_reports(self) -> list[wire.Report]:
-        frames = self._workers.take() + ([] if self._nodes is None else self._nodes.take())
+    def _receive_reports(self) -> list[wire.Report]:
+        frames = self._workers.receive() + ([] if self._nodes is None else self._nodes.receive())
         return [wire.decode_report(frame.buffer) for frame in frames]
 
-    def _take(self, report: wire.Report) -> None:
+    def _process(self, report: wire.Report) -> None:
         if not isinstance(report, wire.Done | wire.Failed):
             return
         if (call := self._calls.get(report.call)) is not None:
             call.reports[report.rank] = report
-        # What a rank says of a call before they were connected anew is old news.
+        # Reports of calls from before the ranks reconnected are outdated.
         if isinstance(report, wire.Failed) and report.call >= self._oldest_call:
             self.has_failed = True
             self._deadline = self._deadline or time.monotonic() + PATIENCE
@@ -310,7 +329,7 @@ class Link:
                 self._culprit = report
 
     def _settle(self) -> None:
-        """Ends the calls that are over."""
+        """Finishes the calls whose answers have come, and fails those that a failure has ended."""
         is_late = self._deadline is not None and time.monotonic() >= self._deadline
         for number, call in list(self._calls.items()):
             blamed = self._culprit or (call.failure if is_late else None)
@@ -348,7 +367,7 @@ class Link:
         self._end_all(death)
 
     def _end_all(self, death: EngineDeadError) -> None:
-        """For good: wherever they are."""
+        """Kills all workers for good, on all nodes. All calls fail with `death`."""
         self._death = death
         self._workers.kill()
         if self._nodes is not None:

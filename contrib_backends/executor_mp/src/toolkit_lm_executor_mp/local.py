@@ -1,5 +1,4 @@
-"""The workers of one machine: their processes, and the sockets between them and whoever has started
-them."""
+"""The workers of one machine: their processes, and the sockets that reach them."""
 
 from __future__ import annotations
 
@@ -23,25 +22,25 @@ from toolkit_lm_executor_mp.process import WorkerProcess
 _LAST_WORDS = 0.1
 """Seconds to wait for others that die together with a worker."""
 _MOST_BYTES = 107 if sys.platform == "linux" else 103
-"""Of the path of a unix socket."""
+"""Bytes that the path of a Unix socket may have."""
 _LARGE = 2**16
-"""Bytes of a message from which on it is not copied."""
+"""Bytes from which on a message is sent without a copy."""
 
 
 class LocalWorkers:
     """Workers that this process has started. They die with it.
 
-    It greets them: each proves that it knows a key that it got from here, and gets a proof of the
-    same.
+    It authenticates them: each side proves that it knows the key, which the worker got from this
+    process.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[int], master: str = ""
     ) -> None:
-        """Starts a process for each of `ranks`, which may be none. Raises EngineDeadError where
-        that fails.
+        """Starts a process for each of `ranks`, which may be empty. Raises EngineDeadError if that
+        fails.
 
-        `master`: the address of the machine that holds the engine, where ranks are on several.
+        `master`: the address of the engine's machine if ranks are on several machines, else "".
         """
         self.ranks = ranks
         self.processes: list[WorkerProcess] = []
@@ -66,12 +65,12 @@ class LocalWorkers:
 
     @property
     def unknown(self) -> list[int]:
-        """Ranks that have not proven yet who they are."""
+        """Ranks that are not authenticated yet."""
         return [rank for rank in self.ranks if rank not in self._proven]
 
     def greet(self, report: wire.Report) -> None:
-        """Takes in what is part of the greeting. Raises EngineDeadError for who does not know the
-        key."""
+        """Handles a report of the handshake. Raises EngineDeadError for a sender that does not know
+        the key."""
         if (
             isinstance(report, wire.Hello)
             and report.rank in self.ranks
@@ -93,20 +92,22 @@ class LocalWorkers:
                 )
             self._proven.add(report.rank)
 
-    def take(self) -> list[zmq.Frame]:
-        """The reports that have come, each a message of wire.py."""
-        return take(self.reports)
+    def receive(self) -> list[zmq.Frame]:
+        """The reports that have come, each an encoded message of wire.py."""
+        return receive_all(self.reports)
 
     def send(self, message: bytes | zmq.Frame) -> None:
-        """Sends an encoded command to all."""
+        """Sends an encoded command to all workers."""
         copied = isinstance(message, bytes) and len(message) < _LARGE
-        for one in self._commands.values():
+        for socket in self._commands.values():
             # Large arrays among it are not copied.
-            one.send(message, 0, copied)
+            socket.send(message, 0, copied)
 
     def find_death(self, doing: str) -> EngineDeadError | None:
-        """Where one has died, all are ended, and the error says who is to blame. `doing`: such as
-        "in step 7"."""
+        """Returns the error of a worker that has died, or None. All other workers are then killed.
+
+        `doing`: a phrase for the error, such as "in step 7".
+        """
         if all(_lives(process) for process in self.processes):
             return None
         # Others may have died with it.
@@ -118,34 +119,36 @@ class LocalWorkers:
         # Whom a signal ended is to blame before those that could not go on without it.
         deaths = sorted(
             ((process.death(doing), process.exit_code) for process in dead),
-            key=lambda one: one[1] >= 0,
+            key=lambda pair: pair[1] >= 0,
         )
         return deaths[0][0]
 
     def kill(self) -> None:
-        """Ends them at once."""
+        """Kills the workers at once."""
         for process in self.processes:
             process.kill()
 
     def remove_folder(self) -> None:
-        """Nobody needs it once all are connected."""
+        """Removes the sockets' folder, which is of no use once all are connected."""
         if os.getpid() == self._owner:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Ends them, and closes the sockets."""
+        """Ends the workers, and closes the sockets."""
         for process in self.processes:
             process.lifeline.close()
         for process in self.processes:
             process.end()
-        for one in (*self._commands.values(), self.reports):
-            one.close(linger=0)
+        for socket in (*self._commands.values(), self.reports):
+            socket.close(linger=0)
         self.remove_folder()
 
 
 def make_folder(prefix: str = "toolkit_lm-") -> Path:
-    """A folder that only this user may enter. Raises EngineDeadError, and ConfigError where no
-    socket could be in it."""
+    """Makes a folder that only this user may enter.
+
+    Raises EngineDeadError, and ConfigError if its path is too long for a socket.
+    """
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
@@ -162,8 +165,8 @@ def make_folder(prefix: str = "toolkit_lm-") -> Path:
     return folder
 
 
-def take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The messages of one frame that have come."""
+def receive_all(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Receives the messages that have come, each of one frame. Never waits."""
     taken = []
     while True:
         try:
@@ -173,7 +176,7 @@ def take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def _engine_threads() -> int:
-    """How many threads an engine of one rank would compute in."""
+    """The number of threads that an engine of one rank would use."""
     with suppress(KeyError, ValueError):
         return int(os.environ["OMP_NUM_THREADS"])
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,5 +1,4 @@
-"""Groups whose ranks are on one machine, and exchange tensors over memory that all of them have
-mapped."""
+"""Groups of ranks on one machine that exchange tensors over shared memory."""
 
 from __future__ import annotations
 
@@ -22,42 +21,42 @@ else:
     _is_compiled = True
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What is added here, by its number in module.c."""
+"""Dtypes that the C extension adds, with their numbers in module.c."""
 _LETTER = 4 << 20
-"""Bytes of the largest message that is not sent over a socket."""
+"""Bytes of a message's place in shared memory. A larger message goes over a socket."""
 _LETTERS = 4
-"""Messages from one rank to another that may be on their way; the sender of more waits."""
+"""Messages from one rank to another that may be on their way. A further one waits."""
 _HEADER = 1024
-"""Bytes before the tensors of a message, which say what they are."""
+"""Bytes at the start of a message, before its tensors. They hold the header's length and the
+header."""
 _LENGTH = 8
-"""Of these, bytes that say how many more there are; none: the tensors go over a socket."""
+"""Bytes that hold the header's length. A length of 0: the tensors go over a socket."""
 _MOST = 2**32 - 1
-"""Of a counter."""
+"""The largest value of a counter."""
 _ALIGNED = 64
-"""The address of a tensor in a message is a multiple of that."""
+"""Alignment in bytes of the tensors in a message."""
 _MOST_WRITERS = 8
-"""Ranks of a group that has room for messages."""
+"""Most ranks of a group that has places for messages."""
 _decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...], int]]).decode
 
 
 class MemoryGroup(SocketGroup):
-    """Adds in float32 and in the order of ranks, so that all ranks have the same sum to the last
-    bit.
+    """A group that exchanges tensors over shared memory.
 
-    What has no place in the memory goes over sockets: other dtypes, and messages of more than 4
-    MiB.
+    Sums are in float32, in the order of ranks: all ranks get the same bits. Other dtypes, and
+    messages of more than 4 MiB, go over sockets.
     """
 
     def __init__(self, group: SocketGroup, memory: mmap.mmap) -> None:
-        """`group`: its sockets become this one's. `memory`: what `share_memory` returns on each of
-        its ranks."""
+        """Takes over the sockets of `group`. `memory`: the result of `share_memory` on each of its
+        ranks."""
         super().__init__(group.rank, group.size, group.peers)
         self._memory = memory
         self._bytes: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._place = (self._bytes.data_ptr(), self.rank, self.size, TIMEOUT)
         self._num_sent = [0] * self.size
         self._num_taken = [0] * self.size
-        """Messages so far, by the other rank."""
+        """Messages received so far, by the sender's rank."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         number = _TYPES.get(tensor.dtype)
@@ -82,7 +81,7 @@ class MemoryGroup(SocketGroup):
         return out
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Returns before they have arrived, unless four messages are on their way."""
+        """Returns before the tensors have arrived, unless four messages are on their way."""
         if self.size > _MOST_WRITERS:
             super().send(tensors, rank)
             return
@@ -117,7 +116,7 @@ class MemoryGroup(SocketGroup):
             length = int.from_bytes(self._memory[place : place + _LENGTH], "little")
             header = self._memory[place + _LENGTH : place + _LENGTH + length]
             described = _decode(header) if length else {}
-            # What has arrived is the receiver's own: the place is free for the next message.
+            # The receiver copies what has arrived: the place is free for the next message.
             tensors = {
                 name: self._read(place + start, getattr(torch, dtype), shape).clone()
                 for name, (dtype, shape, start) in described.items()
@@ -126,8 +125,10 @@ class MemoryGroup(SocketGroup):
         return tensors if length else super().recv(rank)
 
     def _letter(self, sender: int, receiver: int, numbers: list[int]) -> tuple[int, int, int]:
-        """Of the next message: its number, its place, and the first of two counters: of those sent,
-        and of those taken."""
+        """The next message's number, its place, and the index of its first counter.
+
+        The first counter counts the messages that were sent, the next one those received.
+        """
         self._check_open()
         other = receiver if sender == self.rank else sender
         pair = sender * self.size + receiver
@@ -157,10 +158,9 @@ class MemoryGroup(SocketGroup):
 
 
 def share_memory(group: SocketGroup) -> mmap.mmap | None:
-    """Memory that all ranks of the group have mapped; None on all of them where one cannot.
+    """Maps memory that all ranks of the group share. Returns None on all ranks if one cannot.
 
-    It is no file and has no name: the ranks alone reach it, and whatever ends them, nothing is left
-    of it.
+    The memory has no name, so only the ranks reach it. It ends with them, whatever ends them.
     """
     size = group.size
     if not _agree(
@@ -169,7 +169,7 @@ def share_memory(group: SocketGroup) -> mmap.mmap | None:
         return None
     letters = size * size * _LETTERS * _LETTER if size <= _MOST_WRITERS else 0
     length = _memory.COUNTERS + 2 * size * _memory.BUFFER + letters
-    descriptor = _make_file(length) if group.rank == 0 else group.take_file(0)
+    descriptor = _make_file(length) if group.rank == 0 else group.receive_file(0)
     memory = None
     try:
         if group.rank == 0:
@@ -186,7 +186,7 @@ def share_memory(group: SocketGroup) -> mmap.mmap | None:
 
 
 def _make_file(length: int) -> int:
-    """Its descriptor, -1 where the kernel has none."""
+    """Makes a memfd of `length` bytes. Returns its descriptor, or -1 if the kernel makes none."""
     try:
         descriptor = os.memfd_create("toolkit_lm-ranks")
         # Nobody has memory for pages that nobody writes.
@@ -197,5 +197,5 @@ def _make_file(length: int) -> int:
 
 
 def _agree(group: SocketGroup, is_so: bool) -> bool:
-    """Whether it is so on all ranks. Waits for them."""
+    """Whether `is_so` holds on all ranks. Waits for them."""
     return bool(group.all_gather(torch.tensor([is_so]), 0).all())

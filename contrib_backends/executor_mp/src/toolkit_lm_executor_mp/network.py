@@ -1,5 +1,4 @@
-"""What nodes need to reach each other: the master's address, the key of the launch, and sockets
-that only those use who know it."""
+"""Connections between nodes: the master's address, the key of the launch, and encrypted sockets."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ _ATTACH_FILTER = 26
 _DETACH_FILTER = 27
 """Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
 _LEAST_KEY = 16
-"""Characters."""
+"""Least characters of the secret."""
 _MOST_KEY = 4096
-"""Bytes of its file."""
+"""Most bytes that are read of the secret's file."""
 _BEAT = 1000
-"""Milliseconds between two signs of life, which ZeroMQ sends."""
+"""Milliseconds between two heartbeats of a ZeroMQ socket."""
 
 
 class Master(NamedTuple):
-    """Where node 0 is reached."""
+    """The address of node 0."""
 
     host: str
     port: int
@@ -44,10 +43,10 @@ class Master(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | None) -> Master:
-        """Raises ConfigError for what is no HOST:PORT."""
+        """Parses HOST:PORT. Raises ConfigError for any other text, and for None."""
         if text is None:
             raise ConfigError(
-                "several nodes need --master HOST:PORT: the address of node 0 at which the "
+                "several nodes need master='HOST:PORT': the address of node 0 at which the "
                 "others reach it."
             )
         try:
@@ -65,19 +64,19 @@ class Master(NamedTuple):
         return cls(host, port)
 
     def resolve(self) -> str:
-        """The IP address. Raises OSError."""
+        """The master's IP address. Raises OSError."""
         return str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def read_key(config: NodeConfig) -> bytes:
-    """The key of the launch, 32 bytes, made of the secret in a file or the environment. Raises
-    ConfigError."""
+    """The key of the launch: the SHA-256 digest of the secret, which a file or the environment
+    holds. Raises ConfigError."""
     if config.launch_key_file is None:
         where = f"the environment variable {KEY_VARIABLE}"
         secret = os.environ.get(KEY_VARIABLE, "").strip().encode()
         if not secret:
             raise ConfigError(
-                "several nodes need a secret that they share: give --launch-key-file FILE, or "
+                "several nodes need a secret that they share: give launch_key_file='FILE', or "
                 f"set {KEY_VARIABLE}."
             )
     else:
@@ -103,13 +102,12 @@ def make_socket(
     *,
     is_master: bool,
 ) -> zmq.Socket[bytes]:
-    """An end of a connection between machines, in ZeroMQ's CURVE: encrypted, and for those alone
-    who know the key.
+    """Makes a socket between machines, with ZeroMQ's CURVE encryption. Only holders of `key` can
+    connect.
 
-    `timeout`: seconds without a sign of life after which the other machine counts as lost.
+    `timeout`: seconds without a heartbeat after which the other machine counts as lost.
 
-    The master's public key is made of the launch key, and crosses the network as little as that
-    does. Nobody else can greet the master.
+    The master's key pair is derived from the launch key. Neither crosses the network.
     """
     made = context.socket(kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
@@ -133,15 +131,15 @@ def make_socket(
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """ZeroMQ's name of a port. `port`: "*" is any that is free."""
+    """The ZeroMQ endpoint of a TCP port. `port`: "*" is any free one."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def shut(listener: socket.socket) -> None:
-    """Has the kernel drop all that comes to a socket that listens: who is connected stays so, and
-    nobody else can be. Linux alone can.
+    """Has the kernel drop all packets that come to a listening socket. Linux only.
 
-    For libraries' sockets, which must not be closed before they do it themselves.
+    Connections that exist stay open, and no further one can be made. It is for sockets that a
+    library owns and must close itself.
     """
     if sys.platform == "linux":
         # A program of one instruction for its packet filter: return 0 bytes of each packet.
@@ -152,12 +150,13 @@ def shut(listener: socket.socket) -> None:
 
 
 def unshut(listener: socket.socket) -> None:
-    """Undoes `shut`."""
+    """Undoes `shut`: the socket accepts connections again."""
     if sys.platform == "linux":
         listener.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all nodes, beside the plugins, without importing it."""
+    """Versions that must be equal on all nodes, beside the plugins' own. Imports none of the
+    packages."""
     found = {name: version(name) for name in ("toolkit-lm-core", "torch", "msgspec")}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}

@@ -1,5 +1,5 @@
-"""A machine without an engine: it starts the workers of its ranks, and passes on what the engine
-and they say to each other."""
+"""A node without an engine: it starts its ranks' workers, and forwards their messages and the
+engine's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from toolkit_lm.config import NodeConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError
 
 from toolkit_lm_executor_mp import wire
-from toolkit_lm_executor_mp.local import LocalWorkers, take
+from toolkit_lm_executor_mp.local import LocalWorkers, receive_all
 from toolkit_lm_executor_mp.network import Master, endpoint, make_socket, read_key, versions
 
 _LOOK = 1.0
-"""Seconds between two looks at whether the workers live."""
+"""Seconds between two checks that the workers live."""
 _LINGER = 1000
-"""Milliseconds that the last words get to leave."""
+"""Milliseconds that the last message gets to be sent."""
 _MOST_REFUSALS = 5
-"""Connections that the master closes without a word before the node gives up."""
+"""Connections that the master closes without an answer before the node gives up."""
 
 
 def make_node(config: NodeConfig, start_timeout: float) -> Node:
-    """The node that the options describe. Raises ConfigError."""
+    """Makes the node that the options describe. Raises ConfigError."""
     if not config.node_rank:
         raise ConfigError(
             "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` "
@@ -48,16 +48,18 @@ def make_node(config: NodeConfig, start_timeout: float) -> Node:
 class Node:
     """A node of a launch, from its start to the end of the engine.
 
-    What it passes on, it does not read. What it needs of the config, the engine says.
+    It forwards messages without decoding them. The engine sends all that the node needs of the
+    config.
     """
 
     def __init__(
         self, rank: int, master: Master, key: bytes, start_timeout: float, node_timeout: float
     ) -> None:
-        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0
-        must be there.
+        """Opens the sockets.
 
-        `node_timeout`: seconds without a sign of its life after which it counts as lost.
+        `rank`: the node's number, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0
+        must be there. `node_timeout`: seconds without a heartbeat after which node 0 counts as
+        lost.
         """
         self.rank = rank
         self._master = master
@@ -75,11 +77,11 @@ class Node:
         self._signal: int | None = None
 
     def run(self, joined: Callable[[wire.Welcome], None] = lambda _: None) -> None:
-        """Returns when the engine has ended as it should. `joined` is called once the node is part
-        of the launch.
+        """Runs until the engine ends normally. `joined` is called once the engine has accepted the
+        node.
 
-        Raises EngineDeadError where the engine, a worker or the connection has failed, ConfigError
-        where the engine refuses the node.
+        Raises EngineDeadError if the engine, a worker or the connection fails. Raises ConfigError
+        if the engine refuses the node.
         """
         self._handle_signals()
         try:
@@ -120,7 +122,7 @@ class Node:
             signal.signal(number, note)
 
     def _resolve(self) -> str:
-        """The master's address. A name may be given to it later."""
+        """The master's IP address. Waits for a name that cannot be resolved yet."""
         while True:
             try:
                 return self._master.resolve()
@@ -136,10 +138,11 @@ class Node:
             )
 
     def _wait(self, end: float, sockets: list[Any]) -> None:
-        """Until one can be read, or time is over. Raises EngineDeadError for a signal."""
+        """Waits until a socket can be read, or until `end` of time.monotonic(). Raises
+        EngineDeadError for a signal."""
         poller = zmq.Poller()
-        for one in (*sockets, self._wake_recv):
-            poller.register(one, zmq.POLLIN)
+        for source in (*sockets, self._wake_recv):
+            poller.register(source, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, end - time.monotonic())))
         if self._signal is not None:
             raise EngineDeadError(
@@ -152,7 +155,7 @@ class Node:
             self._door.send_multipart([b"", wire.encode(report)], zmq.NOBLOCK)
 
     def _greet(self) -> wire.Welcome:
-        """Proves to the engine that the node knows the key, and has it prove the same."""
+        """Authenticates the node to the engine, and the engine to the node."""
         nonce = os.urandom(wire.KEY_BYTES)
         refusals = 0
         proven = False
@@ -160,7 +163,7 @@ class Node:
         self._say(hello)
         while True:
             self._wait(min(self._end, time.monotonic() + _LOOK), [self._door, self._losses])
-            for frame in take(self._door):
+            for frame in receive_all(self._door):
                 command = wire.decode_command(frame.buffer) if len(frame) else None
                 if isinstance(command, wire.Challenge):
                     if not secrets.compare_digest(
@@ -189,7 +192,7 @@ class Node:
             self._check_end("nobody answers there")
 
     def _is_lost(self) -> bool:
-        """Whether the connection has ended since the last look."""
+        """Whether the connection has ended since the last call."""
         is_lost = False
         while self._losses.poll(0):
             self._losses.recv_multipart()
@@ -209,10 +212,10 @@ class Node:
                 time.monotonic() + _LOOK,
                 [*plans, workers.reports, self._door, self._losses, *lifelines],
             )
-            for one in plans:
-                for frame in take(one):
+            for plan in plans:
+                for frame in receive_all(plan):
                     workers.send(frame)
-            for frame in workers.take():
+            for frame in workers.receive():
                 if workers.unknown:
                     workers.greet(wire.decode_report(frame.buffer))
                     if not workers.unknown:
@@ -220,7 +223,7 @@ class Node:
                         workers.remove_folder()
                 else:
                     self._door.send(frame, copy=False)
-            for frame in take(self._door):
+            for frame in receive_all(self._door):
                 if len(frame) and isinstance(
                     command := wire.decode_command(frame.buffer), wire.Farewell
                 ):

@@ -1,4 +1,4 @@
-"""The other machines, as the engine sees them."""
+"""The engine's connections to the other nodes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ from toolkit_lm_executor_mp.network import (
 )
 
 _BEAT = b""
-"""To a node: it says nothing, and fails where nobody is there."""
+"""The empty message that probes a node. Sending it fails if the node has gone."""
 _LOOK = 0.5
-"""Seconds between two looks at whether the nodes are there."""
+"""Seconds between two checks that the nodes are there."""
 _LINGER = 1000
-"""Milliseconds that the last words get to leave."""
+"""Milliseconds that the last message gets to be sent."""
 
 
 def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> Nodes | None:
-    """None: there is one machine. Raises ConfigError for what cannot be run over several."""
+    """Makes the connections to the other nodes, or returns None if there is one machine.
+
+    Raises ConfigError for a config that several nodes cannot run.
+    """
     node = config.node
     nodes = config.parallel.nodes
     if nodes == 1:
         if node.node_rank or node.master is not None:
             raise ConfigError(
                 f"node_rank {node.node_rank} and master {node.master} are for several machines: "
-                "give --nodes."
+                "give nodes=2 or more."
             )
         return None
     if node.node_rank:
@@ -53,7 +56,7 @@ def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> N
         )
     if config.parallel.data_parallel_size > 1:
         raise ConfigError(
-            "data_parallel_size is for one machine: with --nodes, put a balancer in front of "
+            "data_parallel_size is for one machine: with several nodes, put a balancer in front of "
             "several servers."
         )
     return Nodes(
@@ -66,7 +69,7 @@ def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> N
 
 
 class _Node:
-    """Another machine that has said hello."""
+    """A connection of a node that has said hello."""
 
     def __init__(self, hello: wire.NodeHello) -> None:
         self.hello = hello
@@ -78,14 +81,13 @@ class _Node:
 
 
 class Nodes:
-    """Nodes 1 and up: each is a node.Node, which passes on what is for its ranks, and what they
-    report.
+    """Nodes 1 and up. Each runs a node.Node, which forwards its ranks' commands and reports.
 
-    `door` is for the thread that listens, `send` for who has the lock of the calls.
+    `door` is for the thread that listens. `send` is for the holder of the calls' lock.
     """
 
     runs = "`toolkit worker`"
-    """What runs on a node, in errors."""
+    """Command that runs on a node, for errors."""
 
     def __init__(
         self,
@@ -95,10 +97,11 @@ class Nodes:
         key: bytes,
         local_ranks: Sequence[int],
     ) -> None:
-        """Raises ConfigError where the master's address is no address of this machine, or its port
-        is in use.
+        """Listens at the master's address.
 
-        `local_ranks`: those of node 0, the first ones; the other nodes share the rest evenly.
+        Raises ConfigError if that address is not this machine's, or its port is in use.
+
+        `local_ranks`: the ranks of node 0, which come first. The other nodes share the rest evenly.
         """
         parallel = config.parallel
         self.local_ranks = local_ranks
@@ -106,15 +109,15 @@ class Nodes:
         self.num_nodes = 1 + (parallel.num_ranks - len(local_ranks)) // self._ranks_per_node
         self._timeout = config.engine.start_timeout
         self.margin = min(10.0, self._timeout / 2)
-        """Seconds that nodes must come before the end of the start: the front began to wait
-        earlier, and is to hear who is missing."""
+        """Seconds before the end of the start by which all nodes must have joined. The front-end's
+        own timeout began earlier, and the error must reach it in time."""
         self._key = key
         self._versions = versions()
         self.master = master
-        """Where the nodes reach the engine; port 0 is any that is free."""
+        """Address where the nodes reach the engine. Port 0 is any free one."""
         self._owner = os.getpid()
         self._nodes: dict[bytes, _Node] = {}
-        """By the door's name of its connection."""
+        """Nodes by the identity of their connection to `door`."""
         self._failure: tuple[_Node, wire.NodeFailed] | None = None
         self._num_refused = 0
         self._next_look = 0.0
@@ -129,9 +132,9 @@ class Nodes:
         self._plans: dict[int, zmq.Socket[bytes]] = {}
         self._store_listener: socket.socket | None = None
         self._num_meetings = 0
-        """That have not ended: ranks may be connected anew before an earlier try is over."""
+        """Meetings that have not ended. Ranks may reconnect before an earlier attempt is over."""
         self._connected: set[int] = set()
-        """Nodes that have been sent a command."""
+        """Numbers of the nodes that have been sent a command."""
         try:
             self.address = self._bind()
             for node in range(1, self.num_nodes):
@@ -157,8 +160,11 @@ class Nodes:
         return address
 
     def _make_store(self) -> tuple[Any, socket.socket]:
-        """Where ranks meet, on the master's address alone, and its listener. It serves as long as
-        it is held."""
+        """Makes the store where ranks meet, on the master's address alone.
+
+        Returns the store and a duplicate of its listening socket. The store serves as long as it is
+        held.
+        """
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((self.address, 0))
@@ -181,9 +187,10 @@ class Nodes:
         return store, ours
 
     def meeting(self, folder: str) -> wire.Connect:
-        """The command that has the ranks meet in the store. It holds a key for what they put there.
+        """The command that has the ranks meet in the store. It holds a key with which they sign
+        their values.
 
-        The store is open until each meeting was ended by `end_meeting`.
+        The store stays open until `end_meeting` was called for each meeting.
         """
         assert self._store_listener is not None, "the nodes are not closed"
         if not self._num_meetings:
@@ -194,8 +201,8 @@ class Nodes:
         )
 
     def end_meeting(self) -> None:
-        """The ranks of one are connected, or will not be. After the last one, nobody else may come
-        to the store."""
+        """Ends a meeting, whether or not its ranks are connected. After the last one the store
+        accepts no connections."""
         self._num_meetings -= 1
         if not self._num_meetings and self._store_listener is not None:
             shut(self._store_listener)
@@ -207,7 +214,7 @@ class Nodes:
         return [node for node in range(1, self.num_nodes) if node not in joined]
 
     def late(self) -> EngineDeadError:
-        """The error of a start to which not all nodes have come."""
+        """The error of a start that not all nodes have joined."""
         missing = ", ".join(map(str, self.missing))
         were = "nodes" if len(self.missing) > 1 else "node"
         while self._refusals.poll(0):
@@ -224,31 +231,33 @@ class Nodes:
         )
 
     def ranks_of(self, number: int) -> list[int]:
-        """Those that a node holds, from 1 on."""
+        """The ranks of a node. `number`: from 1 on."""
         first = len(self.local_ranks) + (number - 1) * self._ranks_per_node
         return list(range(first, first + self._ranks_per_node))
 
     def machine(self, rank: int) -> str:
-        """Where a rank is, as the end of "on rank 1"."""
+        """The node of a rank, for errors, such as " of node 1 (host)"."""
         node = next(
-            (one for one in self._nodes.values() if rank in self.ranks_of(one.hello.node)), None
+            (node for node in self._nodes.values() if rank in self.ranks_of(node.hello.node)), None
         )
         return " of node 0" if node is None else f" of node {node.hello.node} ({node.hello.host})"
 
     def send(self, message: bytes) -> None:
-        """An encoded command, to the workers of all nodes."""
-        for number, one in self._plans.items():
+        """Sends an encoded command to the workers of all nodes."""
+        for number, plan in self._plans.items():
             # The first command waits for a node that connects. Later on, who is not connected has
             # gone, as `find_death` will say.
             with suppress(zmq.Again):
-                one.send(
+                plan.send(
                     message, zmq.NOBLOCK if number in self._connected else 0, len(message) < 2**16
                 )
                 self._connected.add(number)
 
-    def take(self) -> list[zmq.Frame]:
-        """What workers of other machines have reported. Greets nodes. Raises ConfigError for a node
-        that does not fit."""
+    def receive(self) -> list[zmq.Frame]:
+        """Receives the reports of other nodes' workers, and handles the nodes' own.
+
+        Raises ConfigError for a node that does not fit.
+        """
         taken: list[zmq.Frame] = []
         while True:
             try:
@@ -257,12 +266,12 @@ class Nodes:
                 return taken
             node = self._nodes.get(name.bytes)
             if len(frames) > 1:
-                self._take(name.bytes, node, wire.decode_report(frames[1].buffer))
+                self._process(name.bytes, node, wire.decode_report(frames[1].buffer))
             elif node is not None and node.has_joined:
                 taken += frames
 
-    def _take(self, name: bytes, node: _Node | None, report: wire.Report) -> None:
-        """What a node says itself: it has an empty frame before it."""
+    def _process(self, name: bytes, node: _Node | None, report: wire.Report) -> None:
+        """Handles a node's own report. An empty frame marks one."""
         if node is None and isinstance(report, wire.NodeHello):
             node = self._nodes[name] = _Node(report)
             proof = wire.prove(self._key, "engine", report.node, report.nonce)
@@ -285,13 +294,13 @@ class Nodes:
         number = node.hello.node
         if not 1 <= number < self.num_nodes:
             raise ConfigError(
-                f"{node} is not among the {self.num_nodes} nodes: its --node-rank must be from 1 "
+                f"{node} is not among the {self.num_nodes} nodes: its node_rank must be from 1 "
                 f"to {self.num_nodes - 1}. "
                 f"Node 0 is here ({socket.gethostname()})."
             )
         for other in self._nodes.values():
             if other.has_joined and other.hello.node == number:
-                raise ConfigError(f"two machines have the same --node-rank: {other} and {node}.")
+                raise ConfigError(f"two machines have the same node_rank: {other} and {node}.")
         there = node.hello.versions
         different = [
             f"{name} {here} here, {there.get(name)} there"
@@ -311,7 +320,8 @@ class Nodes:
             self.door.send_multipart([name, wire.encode(command)], zmq.NOBLOCK)
 
     def find_death(self, doing: str) -> EngineDeadError | None:
-        """Says what has become of a node that has failed or gone. `doing`: such as "in step 7"."""
+        """The error of a node that has failed or gone, or None. `doing`: a phrase for it, such as
+        "in step 7"."""
         if self._failure is not None:
             node, failed = self._failure
             death = EngineDeadError(f"{failed.message.rstrip('.')} ({node}, {doing}).")
@@ -335,20 +345,21 @@ class Nodes:
         return None
 
     def dismiss(self, reason: str) -> None:
-        """Has the nodes end. `reason`: "" where nothing has failed."""
+        """Tells the nodes to end. `reason`: "" if nothing has failed."""
         for name in self._nodes:
             self._tell(name, wire.Farewell(reason))
         self._nodes.clear()
 
     def close(self, reason: str) -> None:
-        """Has the nodes end, and closes the sockets. A fork of the engine leaves them alone."""
+        """Tells the nodes to end, and closes the sockets. A fork of the engine leaves the nodes
+        alone."""
         if os.getpid() == self._owner:
             self.dismiss(reason)
         self.door.disable_monitor()
         self._refusals.close(linger=0)
         self.door.close(linger=_LINGER)
-        for one in self._plans.values():
-            one.close(linger=0)
+        for plan in self._plans.values():
+            plan.close(linger=0)
         self._store = None
         if self._store_listener is not None:
             self._store_listener.close()
@@ -356,5 +367,5 @@ class Nodes:
 
 
 def _port(socket: zmq.Socket[bytes]) -> int:
-    """At which it listens."""
+    """The port at which a socket listens."""
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

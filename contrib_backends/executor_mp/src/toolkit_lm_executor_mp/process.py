@@ -1,5 +1,4 @@
-"""A worker's process as the engine sees it: how it is started, how its end is noticed, and how it
-is ended."""
+"""A worker process as the engine sees it: its start, its end, and how its death is noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from toolkit_lm.engine import StderrRelay, last_words
 from toolkit_lm.errors import EngineDeadError
 
 _GRACE = 0.5
-"""Seconds that a worker gets to end by itself, once its lifeline is cut."""
+"""Seconds that a worker gets to exit by itself once its lifeline is closed."""
 
 
 class WorkerProcess:
@@ -28,14 +27,15 @@ class WorkerProcess:
     def __init__(
         self, rank: int, num_threads: int, folder: Path, key: bytes, master: str = ""
     ) -> None:
-        """Starts it. Raises EngineDeadError where that fails.
+        """Starts the process. Raises EngineDeadError if that fails.
 
-        `master`: the address of the machine that holds the engine, where ranks are on several.
+        `master`: the address of the engine's machine if ranks are on several machines, else "".
         """
         self.rank = rank
         self._parent = os.getpid()
         self.lifeline, theirs = socket.socketpair()
-        # As multiprocessing does, so that it imports what this process would import.
+        # multiprocessing sets sys.path like this, so that the child imports the same modules as
+        # this process.
         code = (
             f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
             "toolkit_lm_executor_mp.worker import main; main()"
@@ -80,22 +80,24 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that has ended; the negative number of the signal that ended it."""
+        """Exit code of the ended process, or the negative number of the signal that killed it."""
         code: int = self._process.returncode
         return code
 
     def dump_stacks(self) -> None:
-        """Has it write the stacks of its threads to stderr. No error when it has ended."""
+        """Has the process write the stacks of its threads to stderr. Does nothing if it has
+        ended."""
         self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """At once. No error when it has ended."""
+        """Kills the process at once. Does nothing if it has ended."""
         self.lifeline.close()
         if os.getpid() == self._parent:
             self._process.kill()
 
     def end(self) -> None:
-        """Ends it if it has not ended. Safe to call twice. A fork of the engine leaves it alone."""
+        """Ends the process if it has not ended. Safe to call twice. A fork of the engine leaves it
+        alone."""
         self.lifeline.close()
         if os.getpid() != self._parent:
             return
@@ -107,8 +109,10 @@ class WorkerProcess:
         self._stderr.join()
 
     def death(self, doing: str) -> EngineDeadError:
-        """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`:
-        such as "in step 7"."""
+        """Ends the process, and returns an error that says how it died.
+
+        The error has the end of its stderr. `doing`: a phrase for it, such as "in step 7".
+        """
         self.end()
         code = self.exit_code
         stderr = self._stderr.text
@@ -116,7 +120,7 @@ class WorkerProcess:
         message = f"the worker of rank {self.rank} (process {self.pid}) has died {doing}: it {how}"
         words = "" if -code == signal.SIGKILL else last_words(stderr)
         if -code == signal.SIGKILL:
-            # What it wrote before says nothing of why.
+            # Its earlier output does not explain a SIGKILL.
             message += "; perhaps the machine ran out of memory"
         error = EngineDeadError(
             f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}."
@@ -131,5 +135,5 @@ def _name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        # Of the real-time signals, two have names.
+        # Only two real-time signals have names.
         return f"signal {number}"

@@ -1,4 +1,5 @@
-"""What a worker's process does: it proves who it is, then takes commands and sends reports."""
+"""The main loop of a worker process: it authenticates itself, then takes commands and sends
+reports."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import parallel_groups
 from toolkit_lm.errors import PluginError
-from toolkit_lm.executor import Failure
+from toolkit_lm.executor import Failure, call_worker
 from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm.messages import StepResult
 from toolkit_lm.plugin import Plugins
@@ -28,17 +29,17 @@ from toolkit_lm_executor_mp.groups import Groups, MasterStore, connect
 from toolkit_lm_executor_mp.socket_group import LostRankError
 
 _LAST_WORDS = 1000
-"""Milliseconds that the last report gets to leave."""
+"""Milliseconds that the last report gets to be sent."""
 
 
 def serve(
     rank: int, folder: str, key: bytes, master: str, die_with_engine: Callable[[bool], None]
 ) -> None:
-    """Meets the engine in `folder`, and does what it says until it dies.
+    """Connects to the engine in `folder`, and executes its commands until the process dies.
 
-    `master`: the address of the machine that holds the engine, where ranks are on several; else "".
-    `die_with_engine` is called with whether the end of the engine may kill the process at once: not
-    while it may leave a folder.
+    `master`: the address of the engine's machine if ranks are on several machines, else "".
+    `die_with_engine` is called with whether the kernel may kill the process when the engine ends.
+    It may not while the process has a folder to remove.
     """
     context = zmq.Context()
     commands = wire.make_socket(context, zmq.PULL)
@@ -110,7 +111,7 @@ def _make_worker(start: wire.Start, rank: int, master: str) -> Worker:
 
 
 class Worker:
-    """A rank: its runner, and its groups."""
+    """A rank: its model runner and its groups."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins, master: str) -> None:
         self.config = config
@@ -121,8 +122,13 @@ class Worker:
         self._step_memory = 0
 
     def handle(self, call: int, command: wire.Command) -> wire.Report | None:
-        """Does what the command of number `call` says. The report is None where others answer."""
+        """Executes the command of number `call`. Returns its report, or None if other ranks
+        answer."""
         rank = self.config.parallel.rank
+        if isinstance(command, wire.CallMethod):
+            # Without the groups: it may not use them.
+            answer = call_worker(self.runner, command.method, command.payload)
+            return wire.Done(rank, call, answer=answer)
         try:
             if isinstance(command, wire.Connect):
                 self.leave()
@@ -147,7 +153,7 @@ class Worker:
         except Exception as error:
             failure = Failure.of(_without_own_frames(error), self.plugins.failure)
             failed = wire.Failed(rank, call, failure, isinstance(error, LostRankError))
-            # What its frames hold would keep connections of the groups open.
+            # Objects in its frames would keep connections of the groups open.
             traceback.clear_frames(error.__traceback__)
             return failed
 
@@ -186,14 +192,15 @@ class Worker:
         )
 
     def leave(self) -> None:
-        """Leaves the groups: whoever waits for this rank fails."""
+        """Leaves the groups. Ranks that wait for this one then fail."""
         if self._groups is not None:
             self._groups.close()
             self._groups = None
 
 
 def _without_own_frames(error: Exception) -> Exception:
-    """This plugin is not to blame for what it calls."""
+    """Drops this module's frames from the traceback, so that this plugin is not blamed for what it
+    calls."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
         trace = trace.tb_next

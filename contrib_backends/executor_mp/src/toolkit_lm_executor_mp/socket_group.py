@@ -1,5 +1,7 @@
-"""Groups whose ranks are on one machine, over Unix sockets: no other user reaches them, and nothing
-listens once they are connected."""
+"""Groups of ranks on one machine, over Unix sockets.
+
+No other user reaches them, and nothing listens once they are connected.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ from toolkit_lm.distributed import Group
 from torch import Tensor
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the
-stage before computes."""
+"""Seconds that a rank waits for another one in a collective. A pipeline stage waits that long for
+the stage before it."""
 _RANK = struct.Struct("<i")
-"""What who connects says first: its place in the group."""
+"""The first message on a connection: the sender's index in the group."""
 _CREDENTIALS = struct.Struct("iII")
-"""Linux's process, user and group at the other end. The numbers of users go up to 2**32 - 2."""
+"""Linux's ucred: the process, user and group at the other end. User numbers go up to 2**32 - 2."""
 _LENGTH = struct.Struct("<q")
-"""Bytes of a message's header, before it."""
+"""Format of the header's length, which comes before the header."""
 _LOOK = 0.005
 """Seconds between two tries to reach a rank that does not listen yet."""
 _MOST_VIEWS = 64
-"""Pieces that one call of the kernel sends."""
+"""Most pieces that one sendmsg call takes."""
 _decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...]]]).decode
 
 
@@ -43,7 +45,7 @@ class LostRankError(RuntimeError):
 
 @contextmanager
 def together() -> Iterator[None]:
-    """What fails in it fails because of another rank."""
+    """Turns errors of collectives into LostRankError: they fail because another rank has left."""
     try:
         yield
     except (RuntimeError, OSError, ValueError) as error:
@@ -53,30 +55,30 @@ def together() -> Iterator[None]:
 
 
 class SocketGroup(Group):
-    """A Unix stream socket to each other rank. Its calls raise LostRankError once a rank has closed
-    its own.
+    """A Unix stream socket to each other rank. Calls raise LostRankError once a rank has closed its
+    sockets.
 
-    Sums are in float32, or in a wider dtype of the tensor's own, and in the order of ranks: all
-    ranks have the same to the last bit.
+    Sums are in float32, or in the tensor's dtype if that is wider. They are in the order of ranks,
+    so all ranks get the same bits.
     """
 
     def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
-        """`peers`: connected sockets, by the other rank's place in the group. From now on they are
-        the group's."""
+        """Takes over `peers`: connected sockets by the other rank's index in the group."""
         self.rank = rank
         self.size = size
         self.peers = dict(peers)
-        """By the other rank's place in the group; none once it was left."""
+        """Connected sockets by the other rank's index in the group. Empty once the group was
+        left."""
         for peer in self.peers.values():
             peer.setblocking(False)
         self._sender = ThreadPoolExecutor(1, "toolkit_lm-sender")
-        """For messages that the kernel has no room for at once. It starts its thread when there is
-        the first one."""
+        """Sends the messages that the kernel has no room for at once. Its thread starts with the
+        first one."""
         self._sent: Future[None] | None = None
-        """The message that is on its way."""
+        """The message that is being sent, if any."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Each rank adds one part of it, and gives the sum to the others."""
+        """Sums over the ranks. Each rank adds one part, and sends the sum to the others."""
         tensor = tensor.contiguous()
         flat = tensor.view(-1)
         bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
@@ -101,10 +103,10 @@ class SocketGroup(Group):
         return torch.cat(pieces, dim)
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Returns before they have arrived, so that a stage can begin its next step."""
+        """Returns before the tensors have arrived, so that a stage can begin its next step."""
         described = {
-            name: (str(one.dtype).removeprefix("torch."), one.shape)
-            for name, one in tensors.items()
+            name: (str(tensor.dtype).removeprefix("torch."), tensor.shape)
+            for name, tensor in tensors.items()
         }
         header = msgspec.msgpack.encode(described)
         views = [memoryview(_LENGTH.pack(len(header)) + header), *map(_bytes_of, tensors.values())]
@@ -115,7 +117,7 @@ class SocketGroup(Group):
                 self._sent = self._sender.submit(self._move, {rank: left}, {})
 
     def flush(self) -> None:
-        """Waits until what was sent is on its way, and its tensors are of no more use."""
+        """Waits until all messages are sent and their tensors may be freed."""
         sent, self._sent = self._sent, None
         if sent is not None:
             with together():
@@ -123,25 +125,26 @@ class SocketGroup(Group):
 
     def recv(self, rank: int) -> dict[str, Tensor]:
         with together():
-            (length,) = _LENGTH.unpack(self._take(rank, _LENGTH.size))
-            described = _decode(self._take(rank, length))
+            (length,) = _LENGTH.unpack(self._receive(rank, _LENGTH.size))
+            described = _decode(self._receive(rank, length))
             found = {
                 name: torch.empty(shape, dtype=getattr(torch, dtype))
                 for name, (dtype, shape) in described.items()
             }
-            for one in found.values():
-                self._move({}, {rank: _bytes_of(one)})
+            for tensor in found.values():
+                self._move({}, {rank: _bytes_of(tensor)})
             return found
 
     def share_file(self, descriptor: int) -> None:
-        """Gives the other ranks an open file; -1: there is none."""
+        """Shares an open file with the other ranks. `descriptor`: -1 tells them that there is
+        none."""
         self.flush()
         with together():
             for peer in self.peers.values():
                 socket.send_fds(peer, [b"\0"], [] if descriptor < 0 else [descriptor])
 
-    def take_file(self, rank: int) -> int:
-        """The descriptor of the file that a rank shares; -1: there is none."""
+    def receive_file(self, rank: int) -> int:
+        """Receives the descriptor of the file that `rank` shares. -1: there is none."""
         with together():
             self._wait([rank], [], time.monotonic() + TIMEOUT)
             word, descriptors, *_ = socket.recv_fds(self._peer(rank), 1, 1)
@@ -150,7 +153,7 @@ class SocketGroup(Group):
             return descriptors[0] if descriptors else -1
 
     def close(self) -> None:
-        """Leaves: the other ranks' calls fail."""
+        """Leaves the group. The other ranks' calls then fail."""
         peers, self.peers = self.peers, {}
         for peer in peers.values():
             # Wakes who waits for it, here as well.
@@ -165,23 +168,25 @@ class SocketGroup(Group):
             raise LostRankError("the group has been left")
         return self.peers[rank]
 
-    def _take(self, rank: int, length: int) -> bytearray:
+    def _receive(self, rank: int, length: int) -> bytearray:
         taken = bytearray(length)
         self._move({}, {rank: memoryview(taken)})
         return taken
 
     def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """Sends and receives at a time, so that no two ranks wait for each other. All are
-        contiguous."""
+        """Sends and receives at the same time, so that no two ranks wait for each other. All
+        tensors are contiguous."""
         if not self.peers:
             raise LostRankError("the group has been left")
         self.flush()
         with together():
-            views = {rank: [_bytes_of(one)] for rank, one in out.items() if one.numel()}
-            self._move(views, {rank: _bytes_of(one) for rank, one in into.items() if one.numel()})
+            views = {rank: [_bytes_of(tensor)] for rank, tensor in out.items() if tensor.numel()}
+            self._move(
+                views, {rank: _bytes_of(tensor) for rank, tensor in into.items() if tensor.numel()}
+            )
 
     def _move(self, out: dict[int, list[memoryview]], into: dict[int, memoryview]) -> None:
-        """Until all of `out` is with the kernel, and `into` is full. Both are used up."""
+        """Sends all of `out` and fills all of `into`. Both are used up."""
         end = time.monotonic() + TIMEOUT
         into = {rank: view for rank, view in into.items() if len(view)}
         while True:
@@ -194,7 +199,7 @@ class SocketGroup(Group):
             self._wait(into, out, end)
 
     def _push(self, rank: int, views: list[memoryview]) -> list[memoryview]:
-        """Sends what the kernel takes, and drops it from `views`, which it returns."""
+        """Sends what the kernel takes. Returns `views` without it."""
         try:
             while views:
                 sent = self._peer(rank).sendmsg(views[:_MOST_VIEWS])
@@ -207,7 +212,7 @@ class SocketGroup(Group):
         return views
 
     def _pull(self, rank: int, view: memoryview) -> memoryview:
-        """Receives what has come. Returns where the rest belongs."""
+        """Receives what has come. Returns the part of `view` that is still to be filled."""
         try:
             while len(view):
                 received = self._peer(rank).recv_into(view)
@@ -219,7 +224,7 @@ class SocketGroup(Group):
         return view
 
     def _wait(self, readers: Iterable[int], writers: Iterable[int], end: float) -> None:
-        """Until one of them is ready."""
+        """Waits until one of the ranks is ready. Raises LostRankError at `end`."""
         poll = select.poll()
         events = dict.fromkeys(readers, select.POLLIN)
         for rank in writers:
@@ -237,7 +242,7 @@ def _gone(rank: int) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor, wherever the copy is that makes it contiguous."""
+    """The bytes of a tensor, or of a contiguous copy if it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -249,10 +254,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def meet_in(folder: Path, name: str, rank: int, size: int) -> SocketGroup:
-    """The group of the ranks that call this with the same `folder` and `name`. Nothing of the group
-    is left in the folder.
+    """Connects the ranks that call this with the same `folder` and `name`. Raises LostRankError.
 
-    The folder is made where it is not there, for this user alone. Raises LostRankError.
+    The folder is made if it does not exist, for this user alone. Nothing of the group is left in
+    it.
     """
     with together():
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -269,11 +274,11 @@ def meet_in(folder: Path, name: str, rank: int, size: int) -> SocketGroup:
 
 
 def meet_by(store: Any, rank: int, size: int) -> SocketGroup:
-    """The group of the ranks that share `store`, of torch.distributed, and are on one machine.
-    Linux alone has such addresses.
+    """Connects the ranks of one machine that share `store`, of torch.distributed. Linux only.
+    Raises LostRankError.
 
-    They are no files. Who else connects meanwhile is sent away: the kernel says whose process it
-    is. Raises LostRankError.
+    The ranks' sockets have abstract addresses instead of files. Connections of other users'
+    processes are closed: the kernel tells their user.
     """
     with together(), closing(_listen("", size)) as listener:
         store.set(f"near {rank}", listener.getsockname())
@@ -282,7 +287,7 @@ def meet_by(store: Any, rank: int, size: int) -> SocketGroup:
 
 
 def _listen(address: str, size: int) -> socket.socket:
-    """`address`: "" is a free one of the kernel's."""
+    """Makes a listening Unix socket. `address`: "" is a free one that the kernel chooses."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(address)
@@ -296,7 +301,7 @@ def _listen(address: str, size: int) -> socket.socket:
 def _meet(
     listener: socket.socket, rank: int, size: int, address: Callable[[int], str | bytes]
 ) -> dict[int, socket.socket]:
-    """Connects to the ranks below, and accepts those above."""
+    """Connects to the lower ranks, and accepts the higher ones. Returns sockets by rank."""
     end = time.monotonic() + TIMEOUT
     found = {}
     try:
@@ -323,11 +328,11 @@ def _meet(
 
 
 def _rank_of(peer: socket.socket) -> int:
-    """What it says first."""
-    said = peer.recv(_RANK.size, socket.MSG_WAITALL)
-    if len(said) < _RANK.size:
+    """Receives the rank that the peer sends first."""
+    received = peer.recv(_RANK.size, socket.MSG_WAITALL)
+    if len(received) < _RANK.size:
         raise LostRankError("a rank has gone before it said which one it is")
-    number: int = _RANK.unpack(said)[0]
+    number: int = _RANK.unpack(received)[0]
     return number
 
 
@@ -353,8 +358,8 @@ def _reach(address: str | bytes, rank: int, end: float) -> socket.socket:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's. Without a word of the kernel's, the
-    folder alone keeps others away."""
+    """Whether the process at the other end is this user's. Always true where the kernel does not
+    tell: there the folder keeps others away."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, user, _ = _CREDENTIALS.unpack(

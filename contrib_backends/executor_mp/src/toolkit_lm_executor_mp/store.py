@@ -19,17 +19,17 @@ import torch.distributed
 from toolkit_lm_executor_mp.socket_group import TIMEOUT, LostRankError
 
 _dist: Any = torch.distributed
-"""Its types know but a part of it."""
+"""torch.distributed as Any: its type stubs cover only a part of it."""
 _DIGEST = hashlib.sha256().digest_size
 _NONCE = 16
-"""Bytes of chance in each value: who has put it there can tell it from an equal one."""
+"""Random bytes in each value. They tell a rank's own value from an equal one of another rank."""
 
 
 class SignedStore(_dist.Store):  # type: ignore[misc]
-    """A store of values with an HMAC of their keys and of themselves: what others than ranks have
-    put there is an error.
+    """A store whose values are signed with an HMAC of key and value. A value that no rank has
+    signed is an error.
 
-    The store itself takes anybody's keys. Only those methods are here that process groups use.
+    The wrapped store accepts anybody's keys. Only the methods that process groups use exist here.
     """
 
     def __init__(self, store: Any, key: bytes) -> None:
@@ -43,12 +43,13 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
         )
 
     def get(self, key: str) -> bytes:
-        """Waits until it is there. Raises LostRankError where no rank has put it there."""
+        """Waits for the key and returns its value. Raises LostRankError if no rank has signed
+        it."""
         return self._open(key, self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first, and returns it. Raises LostRankError where no rank
-        has put it there."""
+        """Adds `amount` to a number, which starts at 0, and returns the sum. Raises LostRankError
+        if no rank has signed the number."""
         while True:
             before = bytes(self._store.get(key)) if self._store.check([key]) else b""
             number = amount + (int(self._open(key, before)) if before else 0)
@@ -58,7 +59,7 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
                 return number
 
     def check(self, keys: list[str]) -> bool:
-        """Whether ranks have put all of them there."""
+        """Whether ranks have set all of the keys."""
         try:
             return bool(self._store.check(keys)) and all(self.get(key) is not None for key in keys)
         except LostRankError:
@@ -68,8 +69,8 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
         self._store.wait(keys, timeout)
 
     def clone(self) -> SignedStore:
-        """This one: that of a TCPStore connects anew, which nobody can once the ranks are
-        connected."""
+        """This store itself. A clone of a TCPStore would reconnect, which is impossible once the
+        ranks are connected."""
         return self
 
     def _seal(self, key: str, value: bytes) -> bytes:
@@ -92,7 +93,7 @@ class SignedStore(_dist.Store):  # type: ignore[misc]
 
 
 class _OpenFile:
-    """A descriptor that is closed with its last holder."""
+    """A file descriptor that is closed with its last reference."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -102,11 +103,11 @@ class _OpenFile:
 
 
 class OpenFileStore(_dist.FileStore):  # type: ignore[misc]
-    """A store in a file that may be deleted once all ranks have opened it. Linux alone has paths of
-    open files."""
+    """A FileStore whose file may be deleted once all ranks have opened it. Linux only, since it
+    needs /proc/self/fd."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file where it is not there."""
+        """Opens the file. Makes it if it does not exist."""
         # It is closed after the store's part in C++ has gone, which writes to it at its end.
         self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         super().__init__(f"/proc/self/fd/{self._file.descriptor}")

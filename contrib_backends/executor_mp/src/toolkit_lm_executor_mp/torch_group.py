@@ -14,15 +14,14 @@ from toolkit_lm_executor_mp.socket_group import together
 
 
 class TorchGroup(Group):
-    """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed
-    its own."""
+    """A process group of torch.distributed. Calls raise LostRankError once a rank has closed its
+    group."""
 
     def __init__(self, process_group: Any, device: torch.device, store: Any) -> None:
-        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are
-        received are put.
+        """Wraps a ProcessGroupGloo or ProcessGroupNCCL.
 
-        `store`: by which its ranks meet, which NCCL's do no sooner than they exchange something.
-        The group holds it until it is left.
+        `device`: the device of received tensors. `store`: the store where the ranks meet. NCCL's
+        ranks meet at their first exchange, so the group holds the store until it is left.
         """
         self.rank = process_group.rank()
         self.size = process_group.size()
@@ -30,7 +29,7 @@ class TorchGroup(Group):
         self._process_group = process_group
         self._device = device
         self._sent: list[tuple[Any, Tensor]] = []
-        """What is on its way, with the tensors that must live until it has arrived."""
+        """Sends in progress, with the tensors that must live until they have arrived."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -46,7 +45,7 @@ class TorchGroup(Group):
         return torch.cat(pieces, dim)
 
     def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Returns before they have arrived, so that a stage can begin its next step."""
+        """Returns before the tensors have arrived, so that a stage can begin its next step."""
         described = {
             name: (str(tensor.dtype).removeprefix("torch."), tensor.shape)
             for name, tensor in tensors.items()
@@ -54,12 +53,12 @@ class TorchGroup(Group):
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
         self.flush()
         with together():
-            for one in (torch.tensor([len(header)]), header, *tensors.values()):
-                tensor = one.to(self._device).contiguous()
+            for part in (torch.tensor([len(header)]), header, *tensors.values()):
+                tensor = part.to(self._device).contiguous()
                 self._sent.append((self._process_group.send([tensor], rank, 0), tensor))
 
     def flush(self) -> None:
-        """Waits until what was sent is on its way, and its tensors are of no more use."""
+        """Waits until all messages are sent and their tensors may be freed."""
         with together():
             while self._sent:
                 self._sent.pop()[0].wait()
@@ -81,8 +80,10 @@ class TorchGroup(Group):
             }
 
     def close(self) -> None:
-        """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a
-        traceback for instance."""
+        """Leaves the group. The other ranks' calls then fail.
+
+        Nothing else may hold the calls' results, such as a traceback.
+        """
         self._sent.clear()
         self._process_group = None
         # Now that nothing reads it any more.

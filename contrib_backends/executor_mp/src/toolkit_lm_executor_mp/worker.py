@@ -22,10 +22,10 @@ from functools import partial
 from toolkit_lm.engine import guard
 
 _LOOK = 1000
-"""Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline
+"""Milliseconds between two checks that the engine lives, in case a fork of it holds the lifeline
 open."""
 _MOST_LOOKS = 100
-"""At folders that the engine has left."""
+"""Most tries to remove the folders that the engine has left."""
 
 
 def main() -> None:
@@ -75,25 +75,27 @@ def _watch(folder: str, lifeline: int, parent: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Where the ranks meet, and where they have met anew."""
+    """Removes the folders where the ranks have met and reconnected."""
     parent_folder, name = os.path.split(folder)
     # Until the others have ended as well, they may write there.
     for _ in range(_MOST_LOOKS):
         left = [
-            one for one in os.listdir(parent_folder) if one == name or one.startswith(f"{name}-")
+            entry
+            for entry in os.listdir(parent_folder)
+            if entry == name or entry.startswith(f"{name}-")
         ]
         if not left:
             return
-        for one in left:
-            shutil.rmtree(os.path.join(parent_folder, one), ignore_errors=True)
+        for entry in left:
+            shutil.rmtree(os.path.join(parent_folder, entry), ignore_errors=True)
         time.sleep(0.01)
 
 
 def _die_with(lifeline: int, dies: bool) -> None:
-    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code
-    that holds the interpreter lock.
+    """Has the kernel kill the process when the lifeline ends. The watching thread is too late if
+    other code holds the interpreter lock.
 
-    `dies`: False undoes it, so that the thread can remove what the engine has left.
+    `dies`: False undoes it, so that the thread can remove the folders that the engine has left.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())

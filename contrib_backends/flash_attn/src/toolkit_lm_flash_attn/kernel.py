@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from toolkit_lm_paged_attention import gpu_refusal
 from torch import Tensor
 
 from toolkit_lm_flash_attn.arguments import Arguments
@@ -26,14 +27,14 @@ class Kernel(NamedTuple):
     attend: Attend
     soft_caps: bool
     page_step: int | None
-    """It reads pages whose block_size is a multiple of it; None: it reads none."""
+    """Divisor of the block sizes that the kernel can read. None: it cannot read pages."""
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     head_step: int = 8
-    """Head sizes are multiples of it."""
+    """Divisor of the head sizes that the kernel supports."""
     most_head_size: int = 256
 
     def pages(self, block_size: int | None) -> bool:
-        """Whether it reads blocks of that size out of the cache itself."""
+        """Whether the kernel reads blocks of that size out of the cache."""
         return (
             block_size is not None
             and self.page_step is not None
@@ -42,23 +43,15 @@ class Kernel(NamedTuple):
 
 
 def refusal() -> str | None:
-    """Why no kernel can run on the GPU; None when one can."""
+    """Why no kernel can run on the GPU. None: one can."""
     if find_kernel() is None:
         return "neither the package flash_attn is installed, nor does torch have FlashAttention"
-    if not torch.cuda.is_available():
-        return "no GPU is there"
-    capability = torch.cuda.get_device_capability()
-    if capability < _OLDEST:
-        return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, and FlashAttention "
-            "needs 8.0"
-        )
-    return None
+    return gpu_refusal("FlashAttention", _OLDEST)
 
 
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """That of the package flash_attn; else torch's own; else None."""
+    """Kernel of the package flash_attn, else torch's own, else None."""
     if importlib.util.find_spec("flash_attn") is not None:
         return Kernel("flash_attn", _attend_by_package, soft_caps=True, page_step=256)
     if (
@@ -70,27 +63,27 @@ def find_kernel() -> Kernel | None:
 
 
 def _attend_by_package(
-    q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, scale: float, soft_cap: float | None
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     found: Tensor = flash_attn_varlen_func(
         *(q, k, v),
-        cu_seqlens_q=given.query_start,
-        cu_seqlens_k=given.key_start,
-        max_seqlen_q=given.max_queries,
-        max_seqlen_k=given.max_keys,
+        cu_seqlens_q=arguments.query_start,
+        cu_seqlens_k=arguments.key_start,
+        max_seqlen_q=arguments.max_queries,
+        max_seqlen_k=arguments.max_keys,
         softmax_scale=scale,
-        causal=given.causal,
-        window_size=given.window,
+        causal=arguments.causal,
+        window_size=arguments.window,
         softcap=soft_cap or 0.0,
-        block_table=given.block_table,
+        block_table=arguments.block_table,
     )
     return found
 
 
 def _attend_by_torch(
-    q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, scale: float, soft_cap: float | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -100,9 +93,17 @@ def _attend_by_torch(
     )
     # It has no argument of its own for causal attention, which is a window that ends at the query.
     found: Any = varlen_attn(
-        *(q, k, v, given.query_start, given.key_start, given.max_queries, given.max_keys),
+        *(
+            q,
+            k,
+            v,
+            arguments.query_start,
+            arguments.key_start,
+            arguments.max_queries,
+            arguments.max_keys,
+        ),
         scale=scale,
-        window_size=given.window,
+        window_size=arguments.window,
         **heads,
     )
     assert isinstance(found, Tensor)

@@ -9,43 +9,31 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from toolkit_lm.attention import (
-    AttentionBackend,
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchView,
     GraphSupport,
     GroupSetup,
-    LayerParams,
     common_refusal,
 )
-from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
+from toolkit_lm_paged_attention import PagedBackend, Store, gpu_refusal, halves
 from torch import Tensor
 
-from toolkit_lm_flashinfer.pages import LayerKey, Pages, find_pages, key_places, page_ids
+from toolkit_lm_flashinfer.pages import LayerKey, Pages, find_pages, page_ids
 
 _OLDEST = (8, 0)
 """Compute capability of the oldest GPUs that compute bfloat16."""
 
 
 class Run(NamedTuple):
-    """What computes the layers of one LayerKey in a step."""
+    """FlashInfer wrapper that computes the layers of one LayerKey in a step."""
 
     wrapper: Any
     """None: no token sees a key."""
     keyless: Tensor | None
     """[N] int64: tokens that see no key, while others do; None: there are none, or nobody reads
     what they give."""
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Where the step's keys go in the cache, seen as vectors. A token of padding stores again what
-    another one stores."""
-
-    source: Tensor | None
-    """[T] int64: the token that is stored; None: each its own."""
-    places: Tensor
-    """[T] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +45,8 @@ class Metadata:
     """None: nothing is stored."""
 
 
-class FlashInferBackend(AttentionBackend):
-    """Attention on NVIDIA GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before
-    values.
+class FlashInferBackend(PagedBackend):
+    """Attention on NVIDIA GPUs.
 
     Steps of one query for each row are FlashInfer's decode, by tensor cores; others are its
     prefill. Both read the cache's pages. Where nothing is cached, each token is a page. Plans are
@@ -69,7 +56,7 @@ class FlashInferBackend(AttentionBackend):
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     head_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     workspace_bytes: ClassVar[int] = 128 * 2**20
-    """As FlashInfer recommends: partial results of keys that are shared out."""
+    """Size that FlashInfer recommends, for partial results of keys that several programs share."""
 
     @classmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
@@ -79,7 +66,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """What a layer needs and FlashInfer has not; None: nothing."""
+        """Features that a layer needs and FlashInfer does not have. None: it has all."""
         if (reason := common_refusal(spec, cls.dtypes)) is not None:
             return reason
         if spec.head_size not in cls.head_sizes:
@@ -94,11 +81,6 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     @classmethod
-    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
-        assert isinstance(spec, FullSpec)
-        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
-
-    @classmethod
     def graphs(cls, spec: AttentionSpec | None) -> GraphSupport:
         return GraphSupport.DECODE
 
@@ -106,17 +88,20 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(setup)
         shapes = (
             LayerKey(
-                one.type, one.num_heads, one.num_kv_heads, one.head_size, one.window, one.soft_cap
+                layer.type,
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_size,
+                layer.window,
+                layer.soft_cap,
             )
-            for one in setup.layers
+            for layer in setup.layers
         )
         self._keys = list(dict.fromkeys(shapes))
         self._dtype: torch.dtype = getattr(torch, setup.layers[0].dtype)
         self._block_size = None if setup.kv_cache is None else setup.kv_cache.block_size
         self._wrappers: dict[tuple[LayerKey, str, int], Any] = {}
         self._workspace: Tensor | None = None
-        self._stores: dict[int, Store] = {}
-        """By the number of rows, those that CUDA graphs read."""
 
     def library(self) -> Any:
         """The module flashinfer."""
@@ -125,46 +110,32 @@ class FlashInferBackend(AttentionBackend):
         return flashinfer
 
     def build(self, batch: BatchView) -> Metadata:
-        return Metadata({key: self._plan(batch, key) for key in self._keys}, self._store(batch))
+        return Metadata({key: self._plan(batch, key) for key in self._keys}, self.store(batch))
 
-    def write_kv(
-        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
-    ) -> None:
-        store = meta.store
-        keys, values = _halves(kv_cache)
-        assert store is not None
-        if store.source is not None:
-            k, v = k[store.source], v[store.source]
-        keys.index_copy_(0, store.places, k)
-        values.index_copy_(0, store.places, v)
-
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Metadata,
-        out: Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        layer = call.layer
+        out = call.out
+        meta: Metadata = call.metadata
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.window, layer.soft_cap)
         run = meta.runs[LayerKey(layer.attention_type, *shape)]
         if run.wrapper is None:
             out.zero_()
             return
         pages: Tensor | tuple[Tensor, Tensor]
-        if kv_cache is None:
-            assert k is not None and v is not None
-            pages = (_alone(k), _alone(v))
+        if call.kv_cache is None:
+            assert call.k is not None and call.v is not None
+            pages = (_alone(call.k), _alone(call.v))
         elif layer.window is None:
-            pages = kv_cache[0]
+            pages = call.kv_cache[0]
         else:
-            keys, values = _halves(kv_cache)
+            keys, values = halves(call.kv_cache)
             pages = (keys[: len(values)].unsqueeze(1), values.unsqueeze(1))
         # A plan knows no scale, so that layers that differ in it alone share one.
         found = run.wrapper.run(
-            _side_by_side(q), pages, q_scale=layer.scale, out=out if out.is_contiguous() else None
+            _side_by_side(call.q),
+            pages,
+            q_scale=layer.scale,
+            out=out if out.is_contiguous() else None,
         )
         if found is not out:
             out.copy_(found)
@@ -243,41 +214,19 @@ class FlashInferBackend(AttentionBackend):
         return self._wrappers[place]
 
     def _most_pages(self, key: LayerKey) -> int:
-        """Of a row with one query."""
+        """Largest number of pages of a row with one query."""
         if self._block_size is None:
             return 1
         most = self.setup.limits.max_model_len
         return -(-most // self._block_size) if key.window is None else min(most, key.window)
 
     def _shared_workspace(self) -> Tensor:
-        """What one layer's kernels leave there, no other layer reads."""
+        """Memory that all layers' kernels use in turn. No layer reads the results of another."""
         if self._workspace is None:
             self._workspace = torch.zeros(
                 self.workspace_bytes, dtype=torch.uint8, device=self.setup.device
             )
         return self._workspace
-
-    def _store(self, batch: BatchView) -> Store | None:
-        slots = batch.slot_mapping
-        if slots is None or self._block_size is None:
-            return None
-        if not batch.has_padding or not len(slots):
-            return Store(None, key_places(slots, self._block_size))
-        is_stored = slots >= 0
-        tokens = torch.arange(len(slots), device=slots.device)
-        source = torch.where(is_stored, tokens, is_stored.int().argmax())
-        store = Store(source, key_places(slots[source], self._block_size))
-        return self._kept(store) if batch.is_fixed else store
-
-    def _kept(self, store: Store) -> Store:
-        """The same, where it lay in earlier steps of as many rows."""
-        assert store.source is not None
-        kept = self._stores.setdefault(len(store.places), store)
-        if kept is not store:
-            assert kept.source is not None
-            kept.source.copy_(store.source)
-            kept.places.copy_(store.places)
-        return kept
 
 
 def missing() -> str | None:
@@ -286,15 +235,7 @@ def missing() -> str | None:
         return (
             "the package flashinfer is not installed: pip install 'toolkit-lm-flashinfer[kernels]'"
         )
-    if not torch.cuda.is_available():
-        return "no GPU is there"
-    capability = torch.cuda.get_device_capability()
-    if capability < _OLDEST:
-        return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, and the backend "
-            "needs 8.0"
-        )
-    return None
+    return gpu_refusal("FlashInfer", _OLDEST)
 
 
 def _keyless(batch: BatchView, pages: Pages) -> Tensor | None:
@@ -304,13 +245,6 @@ def _keyless(batch: BatchView, pages: Pages) -> Tensor | None:
         if len(tokens)
         else None
     )
-
-
-def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on:
-    one index finds both."""
-    vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
-    return vectors, vectors[kv_cache[0].shape[2] :]
 
 
 def _alone(x: Tensor) -> Tensor:

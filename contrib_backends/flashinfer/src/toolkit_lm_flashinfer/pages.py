@@ -1,4 +1,4 @@
-"""What FlashInfer is told of a step: the pages that hold the keys of each row. Nothing here needs
+"""Pages of a step for FlashInfer: those that hold the keys of each row. Nothing here needs
 FlashInfer."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class LayerKey(NamedTuple):
-    """What layers that share a plan have in common."""
+    """Properties that layers with a common plan share."""
 
     type: AttentionType | str
     num_heads: int
@@ -32,9 +32,9 @@ class Pages(NamedTuple):
     last_page_len: np.ndarray
     """[R] int32: keys in the row's last page; 0: the row has no keys."""
     row: np.ndarray
-    """[P] int64: whose page it is."""
+    """[P] int64: the row of each page."""
     position: np.ndarray
-    """[P] int64: of the page's first key in its row."""
+    """[P] int64: position of the page's first key in its row."""
 
 
 def find_pages(batch: BatchView, key: LayerKey, block_size: int | None) -> Pages:
@@ -61,9 +61,11 @@ def find_pages(batch: BatchView, key: LayerKey, block_size: int | None) -> Pages
 
 
 def page_ids(pages: Pages, batch: BatchView, block_size: int | None, *, are_keys: bool) -> Tensor:
-    """[P] int32, on the step's device: where the pages are, of the step's tokens; of the cache's
-    blocks; or, if they `are_keys`, of the cache, seen as vectors [num_blocks * 2 * block_size, ...]
-    whose blocks hold keys before values.
+    """Indices of the pages, [P] int32, on the step's device.
+
+    They index the step's tokens if nothing is cached, else the cache's blocks. `are_keys`: they
+    index single keys, in the cache seen as vectors [num_blocks * 2 * block_size, ...]. Each block
+    holds keys before values.
     """
     device = batch.seq_lens_device.device
     if block_size is None:
@@ -76,12 +78,6 @@ def page_ids(pages: Pages, batch: BatchView, block_size: int | None, *, are_keys
     return (
         blocks * (2 * block_size) + _to(pages.position % block_size, device) if are_keys else blocks
     )
-
-
-def key_places(slots: Tensor, block_size: int) -> Tensor:
-    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is
-    block_size after its key."""
-    return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 
 def _to(numbers: np.ndarray, device: torch.device) -> Tensor:

@@ -7,20 +7,19 @@ from collections.abc import Callable
 
 import torch
 from toolkit_lm.attention import (
-    AttentionBackend,
     AttentionBias,
+    AttentionCall,
     AttentionSpec,
-    BatchView,
     GroupSetup,
     LayerParams,
     OffsetBias,
     common_refusal,
 )
-from toolkit_lm.kv import FullSpec, KVCacheSpec, PageTensor
+from toolkit_lm_paged_attention import PagedBackend, PagedStep, halves
 from torch import Tensor
 
 from toolkit_lm_flex.kernel import ScoreMod, formula, fused
-from toolkit_lm_flex.plan import Group, Metadata
+from toolkit_lm_flex.plan import Group, LayerKey, make_plan
 
 _DEVICES = ("cpu", "cuda")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -30,9 +29,8 @@ _FUSED_SCORES = 2**28
 """Most scores of a group in a kernel that writes none."""
 
 
-class FlexBackend(AttentionBackend):
-    """Exact attention of all types. A page holds (2, block_size, num_kv_heads, head_size): keys
-    before values.
+class FlexBackend(PagedBackend):
+    """Exact attention of all types.
 
     Masks, soft caps and biases are functions, which FlexAttention applies to scores; sinks join by
     the logarithm of the denominator. Rows are gathered out of the cache and are a batch with
@@ -50,71 +48,47 @@ class FlexBackend(AttentionBackend):
             return "tokens see only what came before them, and spans are seen from both sides"
         return None
 
-    @classmethod
-    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
-        assert isinstance(spec, FullSpec)
-        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
-
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         # Compiled for a CPU it takes seconds and a compiler, decodes no faster, and does not give
         # the denominators that sinks need.
         self.fuses = setup.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    def build(self, batch: BatchView) -> Metadata:
-        slots = batch.slot_mapping
-        stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
-        return Metadata(batch, stored)
-
-    def write_kv(
-        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata
-    ) -> None:
-        keys, values = _halves(kv_cache)
-        places = meta.slots(kv_cache[0].shape[2])
-        if meta.stored is not None:
-            k, v = k[meta.stored], v[meta.stored]
-        keys.index_copy_(0, places, k)
-        values.index_copy_(0, places, v)
-
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Metadata,
-        out: Tensor,
-    ) -> None:
-        if kv_cache is None:
-            assert k is not None and v is not None
-            keys = k
-            values = v
+    def forward(self, call: AttentionCall) -> None:
+        layer = call.layer
+        step: PagedStep = call.metadata
+        if call.kv_cache is None:
+            assert call.k is not None and call.v is not None
+            keys = call.k
+            values = call.v
         else:
-            keys, values = _halves(kv_cache)
-        plan = meta.plan(
-            layer, kv_cache, _WRITTEN_SCORES if self.writes_scores(layer.bias) else _FUSED_SCORES
-        )
+            keys, values = halves(call.kv_cache)
+        most_scores = _WRITTEN_SCORES if self.writes_scores(layer.bias) else _FUSED_SCORES
+        plan = step.plan(LayerKey.of(layer, call.kv_cache, most_scores), make_plan)
         for tokens in plan.keyless:
-            out[tokens].zero_()
+            call.out[tokens].zero_()
         for group in plan.groups:
-            self._attend(layer, q, keys, values, group, out)
+            self._attend(call, keys, values, group)
 
     def writes_scores(self, bias: AttentionBias | None) -> bool:
         """Whether a layer with that bias needs memory for each score."""
         return not self.fuses or not (bias is None or isinstance(bias, OffsetBias))
 
-    def _attend(
-        self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor
-    ) -> None:
-        given = (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys))
+    def _attend(self, call: AttentionCall, keys: Tensor, values: Tensor, group: Group) -> None:
+        layer = call.layer
+        out = call.out
+        padded = (
+            _gather(call.q, group.tokens),
+            _gather(keys, group.keys),
+            _gather(values, group.keys),
+        )
         change = _score_mod(layer, group)
         if self.fuses:
             found, logsumexp = fused(
-                *given, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None
+                *padded, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None
             )
         else:
-            found, logsumexp = formula(*given, group.mask, change, layer.scale)
+            found, logsumexp = formula(*padded, group.mask, change, layer.scale)
         if layer.sinks is not None:
             assert logsumexp is not None
             # Softmax with a sink is softmax without, times the share that the sink leaves.
@@ -124,20 +98,14 @@ class FlexBackend(AttentionBackend):
         out.index_copy_(0, group.tokens.flatten()[group.real], found.index_select(0, group.real))
 
 
-def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on:
-    one index finds both."""
-    vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
-    return vectors, vectors[kv_cache[0].shape[2] :]
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
+def _gather(x: Tensor, index: Tensor) -> Tensor:
     """[N, heads, L, size] of x [T, heads, size] and an index [N, L]."""
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
-    """What becomes of a scaled score: it is capped, then biased."""
+    """Function that changes a scaled score: it applies the soft cap, then the bias. None: scores
+    stay as they are."""
     soft_cap = layer.soft_cap
     bias = _bias(layer, group)
     if soft_cap is None and bias is None:
@@ -155,15 +123,15 @@ def _bias(
     layer: LayerParams, group: Group
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """(piece, head, query, key), all indices -> what is added to the score, in fp32."""
-    given = layer.bias
-    if given is None:
+    bias = layer.bias
+    if bias is None:
         return None
-    if isinstance(given, OffsetBias):
+    if isinstance(bias, OffsetBias):
         # One number for each offset that comes up, looked up for each score.
-        table = given.by_offset(group.longest).float().to(group.k_positions.device)
+        table = bias.by_offset(group.longest).float().to(group.k_positions.device)
         queries = group.q_positions - group.longest
         keys = group.k_positions
         return lambda piece, head, query, key: table[head, keys[piece, key] - queries[piece, query]]
     pieces = zip(group.q_positions, group.k_positions, strict=True)
-    biases = torch.stack([given(queries, keys).float() for queries, keys in pieces])
+    biases = torch.stack([bias(queries, keys).float() for queries, keys in pieces])
     return lambda piece, head, query, key: biases[piece, head, query, key]

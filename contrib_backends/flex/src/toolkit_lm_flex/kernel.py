@@ -53,7 +53,8 @@ def fused(
     *,
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
+    """Same as `formula`, in one kernel, which torch compiles. The logarithm is None unless asked
+    for."""
     arguments: dict[str, Any] = {
         "score_mod": change,
         "block_mask": blocks,

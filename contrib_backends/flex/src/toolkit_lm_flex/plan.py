@@ -1,5 +1,5 @@
-"""What one step's batch means for a layer: which pieces of rows are computed together, where their
-keys are, and what masks them."""
+"""Plan of one step for a layer: pieces of rows that are computed together, the indices of their
+keys, and masks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from toolkit_lm.attention import AttentionType, BatchView, LayerParams
+from toolkit_lm_paged_attention import key_places
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -24,22 +25,29 @@ class LayerKey(NamedTuple):
     window: int | None
     num_heads: int
     block_size: int | None
-    """None: nothing is cached."""
+    """Block size of the KV cache. None: nothing is cached."""
     most_scores: int
     """Most scores of a group, over all its heads."""
 
+    @classmethod
+    def of(
+        cls, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int
+    ) -> LayerKey:
+        block_size = None if kv_cache is None else kv_cache[0].shape[2]
+        return cls(layer.attention_type, layer.window, layer.num_heads, block_size, most_scores)
 
-class Piece(NamedTuple):
+
+class QueryChunk(NamedTuple):
     """Some queries of one row, and the keys that any of them can see."""
 
     row: int
     token: int
-    """The first query, of the step's tokens."""
+    """Index of the first query among the step's tokens."""
     position: int
-    """The first query, of the row's positions."""
+    """Position of the first query in its row."""
     num_queries: int
     first_key: int
-    """Its position."""
+    """Position of the first key in its row."""
     num_keys: int
 
 
@@ -49,18 +57,18 @@ class Group:
     of the same piece."""
 
     tokens: Tensor
-    """[N, Q] int64: the queries, of the step's tokens."""
+    """[N, Q] int64: indices of the queries among the step's tokens."""
     real: Tensor
-    """[P] int64: the queries that are no padding, of N * Q."""
+    """[P] int64: indices of the queries without padding, among the N * Q."""
     keys: Tensor
-    """[N, K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks *
-    2 * block_size, ...]."""
+    """[N, K] int64: indices of the keys, among the step's tokens or in the cache seen as vectors
+    [num_blocks * 2 * block_size, ...]."""
     q_positions: Tensor
-    """[N, Q] int64."""
+    """[N, Q] int64: positions of the queries in their rows."""
     k_positions: Tensor
-    """[N, K] int64."""
+    """[N, K] int64: positions of the keys in their rows."""
     longest: int
-    """No key is farther from a query."""
+    """Bound of the distance between a query and a key."""
     mask: MaskMod
     _blocks: list[BlockMask] = field(default_factory=list)
 
@@ -79,7 +87,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerPlan:
     """How a layer computes a step."""
 
     groups: list[Group]
@@ -87,46 +95,8 @@ class Plan:
     """Tokens that have no key at all: their output is 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows
-    nor head counts."""
-
-    batch: BatchView
-    stored: Tensor | None
-    """[S] int64: the tokens whose keys and values are stored; None: all."""
-    _plans: dict[LayerKey, Plan] = field(default_factory=dict)
-    _slots: dict[int, Tensor] = field(default_factory=dict)
-
-    def slots(self, block_size: int) -> Tensor:
-        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 *
-        block_size, ...]."""
-        if block_size not in self._slots:
-            slots = self.batch.slot_mapping
-            assert slots is not None
-            self._slots[block_size] = key_places(
-                slots if self.stored is None else slots[self.stored], block_size
-            )
-        return self._slots[block_size]
-
-    def plan(
-        self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int
-    ) -> Plan:
-        block_size = None if kv_cache is None else kv_cache[0].shape[2]
-        key = LayerKey(layer.attention_type, layer.window, layer.num_heads, block_size, most_scores)
-        if key not in self._plans:
-            self._plans[key] = make_plan(self.batch, key)
-        return self._plans[key]
-
-
-def key_places(slots: Tensor, block_size: int) -> Tensor:
-    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is
-    block_size after its key."""
-    return slots + slots.div(block_size, rounding_mode="floor") * block_size
-
-
-def make_plan(batch: BatchView, key: LayerKey) -> Plan:
-    pieces: list[Piece] = []
+def make_plan(batch: BatchView, key: LayerKey) -> LayerPlan:
+    pieces: list[QueryChunk] = []
     keyless: list[slice] = []
     for row in range(batch.num_rows):
         start = int(batch.query_start[row])
@@ -135,7 +105,7 @@ def make_plan(batch: BatchView, key: LayerKey) -> Plan:
             keyless.append(slice(start, stop))
         else:
             pieces += _pieces(key, row, start, stop - start, int(batch.seq_lens[row]))
-    return Plan(
+    return LayerPlan(
         [_group(batch, key, part) for part in _similar(pieces, key.most_scores // key.num_heads)],
         keyless,
     )
@@ -143,7 +113,7 @@ def make_plan(batch: BatchView, key: LayerKey) -> Plan:
 
 def _pieces(
     key: LayerKey, row: int, token: int, num_queries: int, num_keys: int
-) -> Iterator[Piece]:
+) -> Iterator[QueryChunk]:
     """A row's queries, as many at a time as their scores may be."""
     decoder = key.type is AttentionType.DECODER
     position = num_keys - num_queries if decoder else 0
@@ -156,13 +126,16 @@ def _pieces(
             end = position + first + count
             # The blocks before the window may be gone.
             begin = 0 if key.window is None else max(0, position + first + 1 - key.window)
-        yield Piece(row, token + first, position + first, count, begin, end - begin)
+        yield QueryChunk(row, token + first, position + first, count, begin, end - begin)
 
 
-def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """Parts of the pieces, with at most that many pairs of a query and a key, such that padding at
-    most doubles the pairs of a part."""
-    part: list[Piece] = []
+def _similar(pieces: Sequence[QueryChunk], most: int) -> Iterator[list[QueryChunk]]:
+    """Groups of pieces with similar shape.
+
+    A group has at most `most` pairs of a query and a key, padding included. Padding at most doubles
+    a group's pairs.
+    """
+    part: list[QueryChunk] = []
     pairs = longest = 0
     for piece in sorted(pieces, key=lambda piece: (-piece.num_queries, -piece.num_keys)):
         own, longest = piece.num_queries * piece.num_keys, max(longest, piece.num_keys)
@@ -178,7 +151,7 @@ def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
         yield part
 
 
-def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
+def _group(batch: BatchView, key: LayerKey, pieces: list[QueryChunk]) -> Group:
     device = batch.seq_lens_device.device
     rows, tokens, positions, num_queries, first_keys, num_keys = np.array(pieces, dtype=np.int64).T[
         :, :, None
@@ -209,17 +182,17 @@ def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
 
 
 def _cached_keys(batch: BatchView, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Where the keys of rows [N] at positions [N, K] are in the cache."""
+    """Indices in the cache of the keys at `positions` [N, K] of rows [N]."""
     assert batch.block_table is not None
     blocks = batch.block_table[rows].gather(1, positions // block_size).long()
     return key_places(blocks * block_size + positions % block_size, block_size)
 
 
 def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor) -> MaskMod:
-    """Which keys the queries of a group see.
+    """Mask function of a group.
 
-    Of each piece, `ahead` [N] is how far its first key lies ahead of its first query, and
-    `num_keys` [N] how many are no padding.
+    `ahead` [N]: the first key's position minus the first query's, for each piece. `num_keys` [N]:
+    number of each piece's keys without padding.
     """
     causal = key.type is AttentionType.DECODER
     window = key.window

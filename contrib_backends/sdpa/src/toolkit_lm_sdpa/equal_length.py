@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from toolkit_lm.attention import LayerParams
+from toolkit_lm.attention import AttentionCall
 from torch import Tensor
 
 from toolkit_lm_sdpa.kernel import fused_attention
@@ -20,11 +20,12 @@ _CHUNK_SCORES = 2**20
 threads little to share."""
 
 
-def attend_equal_length(
-    layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, rows: EqualLengthRows, out: Tensor
-) -> None:
-    """Writes attention of the tokens of `rows` to out; q and out [T, num_heads, head_size], k and v
-    [T, num_kv_heads, head_size]."""
+def attend_equal_length(call: AttentionCall, rows: EqualLengthRows) -> None:
+    """Writes attention of the tokens of `rows` to `call.out`. Keys and values are `call.k` and
+    `call.v`."""
+    assert call.k is not None and call.v is not None
+    layer = call.layer
+    out = call.out
     length = len(rows.positions)
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
@@ -34,9 +35,12 @@ def attend_equal_length(
     most = max(1, _CHUNK_SCORES // (heads * length * length)) if fast else len(out)
     for tokens, count in _parts(rows, most):
         # A KV head's query heads lie side by side: [count, kv_heads, group, length, size].
-        queries = _take(q, tokens).view(count, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
+        queries = (
+            _gather(call.q, tokens).view(count, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
+        )
         keys, values = (
-            _take(x, tokens).view(count, length, kv_heads, size).transpose(1, 2) for x in (k, v)
+            _gather(x, tokens).view(count, length, kv_heads, size).transpose(1, 2)
+            for x in (call.k, call.v)
         )
         if fast and count > 1:
             result = _products(queries, keys, values, layer.scale, bias)
@@ -55,7 +59,7 @@ def attend_equal_length(
             out.index_copy_(0, tokens, result.flatten(0, 1))
 
 
-def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
+def _gather(x: Tensor, tokens: slice | Tensor) -> Tensor:
     return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
 
 

@@ -1,10 +1,10 @@
-"""What one step's batch means for a layer: which rows are computed together, where their keys are,
-and what masks them."""
+"""Plan of one step for a layer: rows that are computed together, the indices of their keys, and
+masks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor
 _SHORT = 64
 """Decode rows of up to so many keys share a bucket, however much of it is padding."""
 _STEP = 64
-"""The keys of a row with a mask are padded to a multiple of it: torch makes a kernel for each
-number of keys, and keeps it for ever."""
+"""Multiple to which a masked row's keys are padded. torch builds a kernel for each number of keys
+and never frees it."""
 _BUCKET_KEYS = 32768
 """Most keys in a bucket, over all its rows: bounds the memory of the gathered keys."""
 
@@ -28,7 +28,7 @@ class LayerKey(NamedTuple):
     window: int | None
     bias: bool
     shaped: bool
-    """Scores are capped, or sinks join them: torch's kernels cannot compute them."""
+    """Whether scores are capped or joined by sinks, which torch's kernels cannot compute."""
     num_kv_heads: int
     block_size: int | None
     spans: bool
@@ -49,7 +49,7 @@ class LayerKey(NamedTuple):
 
     @property
     def explicit(self) -> bool:
-        """Scores are computed step by step, which needs each mask in full."""
+        """Whether scores are computed by the explicit formula, which needs each mask in full."""
         return self.shaped or self.bias
 
 
@@ -59,16 +59,17 @@ class Bucket:
     the same row."""
 
     tokens: Tensor | None
-    """[N] int64: their queries; None: the whole batch, in order."""
+    """[N] int64: indices of the rows' queries. None: the whole batch, in order."""
     index: Tensor
     """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * 2 *
     block_size * num_kv_heads, head_size]."""
     mask: Tensor
-    """[N, 1, 1, L] fp32, 0 or -inf."""
+    """Mask, [N, 1, 1, L] fp32, 0 or -inf."""
     q_positions: Tensor
-    """[N]."""
+    """[N]: positions of the queries."""
     k_positions: Tensor | None
-    """[L]; None unless the layer has a bias: rows then start at different positions."""
+    """[L]: positions of the keys. None unless the layer has a bias, when rows start at different
+    positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ class Row:
     """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, the first Tk at
     `tokens`."""
     causal: bool
-    """Queries see themselves and what came before; Tq = Tk."""
+    """Whether queries see themselves and earlier tokens only. Tq = Tk."""
     visible: Tensor | None
-    """[Tq, Tk] bool; None: all, or as `causal` says."""
+    """Mask, [Tq, Tk] bool. None: each query sees all keys, or as `causal` says."""
     q_positions: Tensor
-    """[Tq]."""
+    """[Tq]: positions of the queries."""
     k_positions: Tensor
-    """[Tk]."""
+    """[Tk]: positions of the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,14 @@ class EqualLengthRows:
     """N sequences of L tokens each, all of which see each other; nothing is cached."""
 
     tokens: slice | Tensor
-    """Theirs, one sequence after the other; [N * L] int64 where others lie between them."""
+    """Slice or indices of the tokens, one sequence after the other. Indices are [N * L] int64,
+    where other tokens lie between."""
     positions: Tensor
-    """[L], of each."""
+    """[L]: positions of the tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerPlan:
     """How a layer computes a step."""
 
     buckets: list[Bucket]
@@ -110,36 +112,9 @@ class Plan:
     """Tokens that have no key at all: their output is 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """One step. Plans are made by the first layer that needs them: the batch knows neither windows
-    nor head counts."""
-
-    batch: BatchView
-    stored: Tensor | None
-    """[S] int64: the tokens whose keys and values are stored; None: all."""
-    _plans: dict[LayerKey, Plan] = field(default_factory=dict)
-    _slots: dict[int, Tensor] = field(default_factory=dict)
-
-    def slots(self, block_size: int) -> Tensor:
-        """[S] int64: where their keys go in the cache, seen as [num_blocks * 2 * block_size,
-        ...]."""
-        if block_size not in self._slots:
-            slots = self.batch.slot_mapping
-            assert slots is not None
-            if self.stored is not None:
-                slots = slots[self.stored]
-            self._slots[block_size] = slots + slots.div(block_size, rounding_mode="floor").mul_(
-                block_size
-            )
-        return self._slots[block_size]
-
-    def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> Plan:
-        key = LayerKey.of(layer, kv_cache)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _Planner(self.batch, key).plan()
-        return plan
+def make_plan(batch: BatchView, key: LayerKey) -> LayerPlan:
+    """The plan of a step for such layers."""
+    return _Planner(batch, key).plan()
 
 
 class _Planner:
@@ -148,10 +123,10 @@ class _Planner:
         self.key = key
         self.device = batch.seq_lens_device.device
 
-    def plan(self) -> Plan:
+    def plan(self) -> LayerPlan:
         starts = self.batch.query_start
         lengths = self.batch.seq_lens
-        plan = Plan([], [], [], [])
+        plan = LayerPlan([], [], [], [])
         decode = []
         by_length: dict[int, list[slice]] = {}
         for row in range(self.batch.num_rows):
@@ -203,9 +178,9 @@ class _Planner:
         # The positions are counted on the device: the host sends three numbers for each row.
         offset = np.full_like(begins, begins.min()) if self.key.bias else begins
         longest = int((ends - offset).max())
-        given = self._device(np.stack([rows, begins, ends]))
-        first = given[1][:, None]
-        end = given[2][:, None]
+        bounds = self._device(np.stack([rows, begins, ends]))
+        first = bounds[1][:, None]
+        end = bounds[2][:, None]
         positions = (int(offset[0]) if self.key.bias else first) + torch.arange(
             longest, device=self.device
         )[None]
@@ -214,9 +189,9 @@ class _Planner:
         whole = len(rows) == self.batch.num_tokens
         return Bucket(
             tokens=None if whole else self._device(self.batch.query_start[rows].astype(np.int64)),
-            index=self._cache_index(given[0], positions.clamp(first, end - 1)),
+            index=self._cache_index(bounds[0], positions.clamp(first, end - 1)),
             mask=mask[:, None, None],
-            q_positions=given[2] - 1,
+            q_positions=bounds[2] - 1,
             k_positions=positions[0] if self.key.bias else None,
         )
 
@@ -251,7 +226,7 @@ class _Planner:
         )
 
     def _span_ends(self, tokens: slice, first_query: int, end: int) -> Tensor | None:
-        """Where the keys end that each query sees; None: with itself."""
+        """End of the keys that each query sees. None: each query sees up to itself."""
         spans = self.batch.spans if self.key.spans else None
         if (
             spans is None
@@ -289,7 +264,7 @@ class _Planner:
         return max(0, query + 1 - self.key.window)
 
     def _cache_index(self, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads,
+        """Indices in the cache of the keys at `positions` [N, L] of N rows: [N * num_kv_heads,
         L]."""
         block_size = self.key.block_size
         num_kv_heads = self.key.num_kv_heads

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from typing import Any
 
-import torch
+from toolkit_lm_paged_attention import gpu_refusal
 from torch import Tensor
 
 _OLDEST = (8, 0)
@@ -26,14 +26,8 @@ def missing() -> str | None:
 
 def refusal() -> str | None:
     """Why the installed kernels cannot run on the GPU; None when they can."""
-    if not torch.cuda.is_available():
-        return "no GPU is there"
-    capability = torch.cuda.get_device_capability()
-    if capability < _OLDEST:
-        return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels of "
-            "xFormers need 8.0"
-        )
+    if (reason := gpu_refusal("xFormers", _OLDEST)) is not None:
+        return reason
     if not _flash().is_available():
         return "xFormers has no kernel for this PyTorch: see python -m xformers.info"
     return None
@@ -51,8 +45,8 @@ def reads_pages(block_size: int | None) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
-    """As q [1, Q, kv_heads, group, size]; k and v [1, K, kv_heads, group, size], or pages one after
-    the other."""
+    """Attention in the shape of q [1, Q, kv_heads, group, size]. k and v are [1, K, kv_heads,
+    group, size], or pages one after the other."""
     from xformers.ops import fmha
 
     found: Tensor = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=mask, scale=scale)

@@ -37,8 +37,8 @@ def block_diagonal(
 def paged_block_diagonal(
     queries: Sequence[int], keys: Sequence[int], pages: Tensor, page_size: int, *, causal: bool
 ) -> Any:
-    """As `block_diagonal`, where the keys are read through `pages` [sequences, most pages]
-    int32."""
+    """Makes a mask like `block_diagonal` whose keys are read through `pages` [sequences, most
+    pages] int32."""
     from xformers.ops.fmha import attn_bias
 
     name = (

@@ -124,7 +124,7 @@ static void *failed(int state, long rank) {
 
 /*
  * Ends the filling of this rank's buffer, and waits for the others.
- * As wait_for; `*missing` is who has not come.
+ * Like wait_for; sets `*missing` to a rank that has not come.
  */
 static int meet(const Memory *memory, uint32_t turn, long *missing) {
     raise_to(counter(memory, TURNS, memory->rank), turn);
@@ -228,8 +228,8 @@ static void sum(const Memory *memory, uint32_t turn, int type, char *out, long c
 }
 
 /*
- * Of bytes that are `inner` of one rank, then `inner` of the next and so on:
- * where those from `first` on of a rank's own are, and how many.
+ * Copies bytes of one rank to their places in `out`, where `inner` bytes of each rank alternate.
+ * `first`: index of the first byte among the rank's own. `many`: number of bytes.
  */
 static void scatter(char *out, const char *own, long rank, long size, long inner, long first,
                     long many) {
