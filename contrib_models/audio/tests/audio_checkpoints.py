@@ -66,7 +66,7 @@ FAMILIES = {
     ),
     "Llama": lambda: LlamaConfig(**TEXT),
 }
-"""By name, the config of the language part."""
+"""Configs of the language part by name."""
 
 
 def random_model(family: str = "Qwen2", states: int = STATES) -> Any:
@@ -88,15 +88,15 @@ class Subject:
     model: Any
     processor: Any
     mark = ITEM
-    """What stands for a recording in a text."""
+    """Text of a recording's placeholder."""
 
     def items(self, count: int, *, seed: int = 0) -> list[np.ndarray]:
-        """Of three tokens or more: transformers takes a prompt with one for one that is not
-        rendered."""
+        """Recordings of three tokens or more: transformers takes a prompt with one for one that is
+        not rendered."""
         return recordings(*np.random.default_rng(seed).uniform(0.1, 1, count), seed=seed)
 
     def inputs(self, text: str, recordings: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        """What transformers' model takes of recordings [N], 16,000 samples a second."""
+        """Inputs of transformers' model for recordings [N], 16,000 samples a second."""
         given = {"audio": recordings, "sampling_rate": RATE} if recordings else {}
         return dict(self.processor(text=text, return_tensors="pt", **given))
 

@@ -55,7 +55,7 @@ def wav(samples) -> bytes:
 
 
 def test_an_engine_process_is_sent_a_recording_once(other, monkeypatch):
-    """What it holds is neither processed again nor sent."""
+    """An item that the engine holds is neither processed again nor sent."""
     sounds = recordings(0.5, 0.9, seed=4)
     text = f"{ITEM} or {ITEM}?"
     expected = other.greedy(text, sounds, COUNT)[1]
@@ -145,7 +145,7 @@ def test_conversations(other):
         ({"audio": recordings(0.5, 0.02)}, "audio 2: it is too short: it has 2 frames of sound"),
         (
             {"audio": [*recordings(0.5), b"no recording"]},
-            "audio 2: it is no recording of a known format",
+            "audio 2: it is not a recording of a known format",
         ),
         (
             {"audio": [*recordings(0.5), wav(recordings(0.5)[0])[:-9]]},

@@ -49,7 +49,7 @@ def ours(folder, plugins, **options):
 
 
 def items_of(subject, sounds) -> list[dict[str, torch.Tensor]]:
-    """What the processor of transformers makes of each."""
+    """Output of transformers' processor for each sound."""
     made = [subject.inputs(ITEM, [one]) for one in sounds]
     return [
         {name: one[name] for name in ("input_features", "feature_attention_mask")} for one in made
@@ -66,7 +66,8 @@ def logits_of(model, prompts, *stages) -> list[torch.Tensor]:
     """Logits [Ti, V] of prompts (tokens, items), all in one step."""
     lengths = [len(tokens) for tokens, _ in prompts]
     input_ids = torch.tensor([token for tokens, _ in prompts for token in tokens])
-    embeds, items = model.embed(input_ids), [item for _, items in prompts for item in items]
+    embeds = model.embed_input_ids(input_ids)
+    items = [item for _, items in prompts for item in items]
     if items:
         embeds[input_ids == AUDIO] = torch.cat(encoded(model, items))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -91,7 +92,7 @@ TEXTS = [
 
 
 def prompts_of(subject):
-    """What transformers takes, and what we do: several recordings among text, one, none."""
+    """Prompts for transformers, and for us: several recordings among text, one, none."""
     sounds = recordings(*LENGTHS)
     theirs = []
     ours = []
@@ -176,7 +177,7 @@ def test_silence_after_a_recording_is_not_computed(subject, plugins):
 
 
 def in_memory(name: str) -> str:
-    """As transformers 5 names weights in memory."""
+    """Name of a weight in the memory of transformers 5."""
     name = name.replace("language_model.model.", "model.language_model.").replace(
         "language_model.lm_head.", "lm_head."
     )
@@ -184,7 +185,7 @@ def in_memory(name: str) -> str:
 
 
 def in_files(name: str) -> str:
-    """As published files name them."""
+    """Name of a weight in published files."""
     name = name.replace("model.language_model.", "language_model.model.").replace(
         "lm_head.", "language_model.lm_head."
     )

@@ -58,13 +58,14 @@ def test_pipeline_stages(make, architecture, variant):
 
 @pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
 def test_embeddings_in_the_place_of_tokens(make, architecture, variant):
-    """As of images: the tokens are not looked at. Later stages of a pipeline do not need them."""
+    """Embeddings, such as images', are used instead of the tokens. Later stages of a pipeline do
+    not need them."""
     folder, _ = make(architecture, variant)
     stages = [
         load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2)
         for rank in (0, 1)
     ]
-    embeds = stages[0].embed(INPUT_IDS)
+    embeds = stages[0].embed_input_ids(INPUT_IDS)
     [expected] = hidden_states(stages, [INPUT_IDS])
     [ours] = hidden_states(stages, [torch.zeros_like(INPUT_IDS)], inputs_embeds=embeds.clone())
     assert torch.equal(ours, expected)

@@ -1,4 +1,4 @@
-"""What checkpoints a Llama takes, and what it says of those that it cannot take."""
+"""Checkpoints that a Llama takes, and its errors for those that it cannot take."""
 
 import json
 import subprocess

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import Part
+from toolkit_lm.model import Shard
 from toolkit_lm_decoder.sharded_norm import ShardedRMSNorm
 from toolkit_lm_devkit import run_ranks
 
@@ -19,9 +19,9 @@ def test_ranks_norm_as_one_alone(is_whole):
 
     def run(rank):
         config = VllmConfig.default(tensor_parallel_size=2).with_rank(rank)
-        part = Part.whole(8) if is_whole else Part(8, rank * 4, 4)
-        norm = ShardedRMSNorm(part, eps=1e-5, vllm_config=config)
-        mine = slice(part.start, part.start + part.size)
+        shard = Shard.whole(8) if is_whole else Shard(8, rank * 4, 4)
+        norm = ShardedRMSNorm(shard, eps=1e-5, vllm_config=config)
+        mine = slice(shard.start, shard.start + shard.size)
         norm.weight.weight_loader(norm.weight, weight)
         return norm(x[:, mine]), expected[:, mine]
 

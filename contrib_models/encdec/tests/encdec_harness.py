@@ -32,7 +32,7 @@ GROUPS = {
     AttentionType.CROSS: CROSS,
 }
 MAX_MODEL_LEN = 64
-# Of the encoder's sequences, and of the decoder's.
+# Lengths of the encoder's sequences, and of the decoder's.
 LENGTHS = [(7, 9), (33, 20), (1, 6), (60, 40), (33, 5)]
 
 
@@ -53,7 +53,7 @@ class Sequence:
     num_computed: int = 0
     tables: dict = field(default_factory=dict)
     logits: list = field(default_factory=list)
-    """Of each token that is computed."""
+    """Logits of each token that is computed."""
 
 
 def random_sequences():
@@ -147,7 +147,7 @@ class Driver:
             )
 
     def _batch(self, rows, group, lengths, parts):
-        """What a group sees; `parts`: of each row, the keys that the step writes."""
+        """Batch of a group; `parts`: for each row, the keys that the step writes."""
         for (sequence, _), length in zip(rows, lengths, strict=True):
             table = sequence.tables.setdefault(group, [])
             while len(table) * BLOCK_SIZE < length:

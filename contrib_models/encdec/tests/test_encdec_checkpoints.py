@@ -121,7 +121,7 @@ def unchanged(tensors):
 
 
 def as_bart_base(tensors):
-    """As bart-base is published, whose embedding has all of its names."""
+    """Tensors in the published form of bart-base, whose embedding has all of its names."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     shared = dict.fromkeys(
         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), tensors["shared.weight"]
@@ -211,7 +211,7 @@ def test_positions_of_a_file_count(tmp_path, in_file):
 @pytest.mark.parametrize("architecture", [T5, "MT5ForConditionalGeneration"])
 @pytest.mark.parametrize("resaved", [False, True])
 def test_a_head_of_its_own(tmp_path, architecture, resaved):
-    """As T5 1.1, FLAN-T5 and mT5 are published, and as transformers 5 saves them again: with
+    """T5 1.1, FLAN-T5 and mT5 are read as published, and as transformers 5 saves them again: with
     another config.json."""
     fields = VARIANTS[T5]["1.1"]
     make_checkpoint(architecture, fields, tmp_path)

@@ -12,7 +12,7 @@ UNBOUNDED = {"device": "cpu", "max_model_len": 112}
 
 
 class EncDecConformance(EncoderDecoderConformance):
-    """Of one architecture of transformers."""
+    """Conformance of one architecture of transformers."""
 
     architecture: str
     may_lack = ("final_logits_bias",)

@@ -15,7 +15,7 @@ from toolkit_lm_devkit import assert_same_logits, assert_same_tokens, write_toke
 VOCAB_SIZE = 272
 """Enough for the tokenizer of the kit."""
 LENGTHS = (5, 17, 40, 3, 55, 33, 1, 21)
-"""Of encoder prompts."""
+"""Lengths of encoder prompts."""
 ROOMY = {
     "device": "cpu",
     "block_size": 16,
@@ -110,7 +110,7 @@ class Subject:
 
 
 def with_vocabulary(fields):
-    """Of the tokenizer's size; the one of a decoder that has its own is smaller."""
+    """Fields with the tokenizer's vocabulary size; a decoder's own vocabulary is smaller."""
     sizes = {"vocab_size": VOCAB_SIZE} | (
         {"decoder_vocab_size": VOCAB_SIZE - 8} if "decoder_vocab_size" in fields else {}
     )

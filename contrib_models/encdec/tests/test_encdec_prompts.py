@@ -1,4 +1,4 @@
-"""What decoders begin and end with, token for token, and what bad prompts are told."""
+"""Tokens with which decoders begin and end, and the errors of bad prompts."""
 
 import pytest
 import torch

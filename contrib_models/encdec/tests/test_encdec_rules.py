@@ -1,4 +1,4 @@
-"""What decoders begin with."""
+"""Tokens with which decoders begin."""
 
 import importlib
 import json

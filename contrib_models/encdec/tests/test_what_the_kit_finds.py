@@ -1,5 +1,5 @@
-"""What the conformance kit finds wrong in an encoder-decoder model. A reference that is moved is as
-good as a model that is."""
+"""Faults of an encoder-decoder model that the conformance kit finds. Moving the reference is as
+good as moving the model."""
 
 import pytest
 import torch

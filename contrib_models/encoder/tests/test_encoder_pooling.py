@@ -46,7 +46,7 @@ def name_colbert(folder, **more):
 
 @pytest.mark.parametrize("metadata", [{"dim": 20}, None], ids=["artifact.metadata", "config.json"])
 def test_colbert_checkpoints(tmp_path, metadata):
-    """As the authors' own library writes them."""
+    """Checkpoints in the form of the authors' own library."""
     theirs = make_checkpoint("BertModel", BERT_LIKE, tmp_path)
     weight = torch.randn(20, 48)
     tensors = {

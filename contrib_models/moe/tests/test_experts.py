@@ -95,7 +95,7 @@ def test_bfloat16_sums_experts_in_float32(grouped):
     out = ready(grouped=grouped, dtype="bfloat16")(x, experts, weights)
     assert out.dtype == torch.bfloat16
     exact = naive(x, experts, weights, gate_up, down)
-    # As transformers computes it: the products of the experts are summed in bfloat16.
+    # transformers computes it so: the products of the experts are summed in bfloat16.
     eager = torch.zeros_like(x)
     for k in range(4):
         gate, up = torch.einsum("toh,th->to", gate_up[experts[:, k]], x).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What checkpoints the families take, and what they say of those that they cannot take."""
+"""Checkpoints that the families take, and their errors for those that they cannot take."""
 
 import json
 import re

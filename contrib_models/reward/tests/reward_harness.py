@@ -1,4 +1,4 @@
-"""What the tests of reward models share: sizes, prompts, and what a model makes of them without an
+"""Common parts of the tests of reward models: sizes, prompts, and a model's results without an
 engine."""
 
 import torch
@@ -27,5 +27,5 @@ def load(model_class, folder, **options):
 
 
 def rewards(model, prompts=PROMPTS, **params):
-    """What the pooler makes of each prompt, all in one batch."""
+    """The pooler's outputs for each prompt, all in one batch."""
     return pooled([model], prompts, task="token_classify", **params)

@@ -97,7 +97,7 @@ def test_options_say_which_tokens(checkpoint):
     )
     with pytest.raises(
         CheckpointError,
-        match=r"tokenizer.json' does not tell the id of the token '<extra_0>'.*Give --step-tag-id",
+        match=r"tokenizer.json' does not tell the id of the token '<extra_0>'.*Give step_tag_id",
     ):
         load(Qwen2ForProcessRewardModel, folder)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))

@@ -1,7 +1,7 @@
 """The training text, all of it generated: chats about the facts, small talk, short stories and
 plain text.
 
-A document is a list of :class:`Piece`; only the pieces that the model shall learn to write are
+A document is a list of :class:`Stretch`; only the pieces that the model shall learn to write are
 marked as learned.
 """
 
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a document."""
 
     text: str
@@ -116,34 +116,34 @@ class Corpus:
         self.rng = Random(seed)
         self._deck: list[tuple[Topic, tuple[str, str]]] = []
 
-    def documents(self) -> Iterator[list[Piece]]:
+    def documents(self) -> Iterator[list[Stretch]]:
         """Yield documents: mostly chats, some plain text."""
         while True:
             yield self.plain_text() if self.rng.random() < 0.1 else self.chat()
 
-    def chat(self) -> list[Piece]:
+    def chat(self) -> list[Stretch]:
         """Make a conversation of one to five exchanges, with a system message in one case of
         three."""
         rng = self.rng
         pieces = []
         if rng.random() < 0.33:
-            pieces.append(Piece(f"{IM_START}system\n{self._system_message()}{IM_END}\n", False))
+            pieces.append(Stretch(f"{IM_START}system\n{self._system_message()}{IM_END}\n", False))
         turns: list[Turn] = []
         wanted = rng.choices((1, 2, 3, 5), (6, 3, 1, 0.5))[0]
         while len(turns) < wanted:
             turns += self._exchange()
         for turn in turns:
             pieces.append(
-                Piece(
+                Stretch(
                     f"{IM_START}user\n{self._casual(turn.user)}{IM_END}\n{IM_START}assistant\n",
                     False,
                 )
             )
-            pieces.append(Piece(f"{turn.assistant}{IM_END}", True))
-            pieces.append(Piece("\n", False))
+            pieces.append(Stretch(f"{turn.assistant}{IM_END}", True))
+            pieces.append(Stretch("\n", False))
         return pieces
 
-    def plain_text(self) -> list[Piece]:
+    def plain_text(self) -> list[Stretch]:
         """Make a story or a few facts without the chat format, for plain completion."""
         rng = self.rng
         kind = rng.random()
@@ -153,7 +153,7 @@ class Corpus:
             text = f"Hello, my name is {rng.choice(NAMES)}. {tell(rng).text}"
         else:
             text = " ".join(self._statement() for _ in range(rng.randint(1, 4)))
-        return [Piece(text + IM_END, True)]
+        return [Stretch(text + IM_END, True)]
 
     def _system_message(self) -> str:
         rng = self.rng

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from corpus import IM_END, IM_START, Corpus, Piece
+from corpus import IM_END, IM_START, Corpus, Stretch
 from toolkit_lm_tiny.facts import FACTS
 from toolkit_lm_tiny.tool_tasks import Situation, situation
 from torch import Tensor
@@ -50,10 +50,10 @@ def listed(one: Situation) -> str:
     )
 
 
-def document(rng: Random) -> list[Piece]:
+def document(rng: Random) -> list[Stretch]:
     """A conversation with tools: one task, or two; or a fact that needs none."""
     one = situation(rng)
-    pieces = [Piece(f"{IM_START}system\n{listed(one)}{IM_END}\n", False)]
+    pieces = [Stretch(f"{IM_START}system\n{listed(one)}{IM_END}\n", False)]
     if rng.random() < 0.15:
         fact = rng.choice(FACTS)
         pieces += _turn("user", fact.question, fact.reply)
@@ -67,9 +67,9 @@ def document(rng: Random) -> list[Piece]:
     return [*pieces, *_turn(role, asked, task.answer)]
 
 
-def _turn(role: str, asked: str, said: str) -> list[Piece]:
+def _turn(role: str, asked: str, said: str) -> list[Stretch]:
     begun = f"{IM_START}{role}\n{asked}{IM_END}\n{IM_START}assistant\n"
-    return [Piece(begun, False), Piece(f"{said}{IM_END}", True), Piece("\n", False)]
+    return [Stretch(begun, False), Stretch(f"{said}{IM_END}", True), Stretch("\n", False)]
 
 
 def batches(tokenizer: AutoTokenizer, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

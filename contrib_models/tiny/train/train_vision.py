@@ -251,7 +251,7 @@ class Trainer:
         ]
 
     def run(self, minutes: float, rate: float, alone_share: float = ALONE) -> None:
-        """Train for so many minutes of processor time; save now and then."""
+        """Train for `minutes` minutes of processor time; save now and then."""
         done = 0.0
         while done < alone_share and not self._means["kinds"] > ENOUGH:
             done = self._step(self.vision_loss, rate * min(1.0, done / WARMUP), minutes)
@@ -302,7 +302,7 @@ class Trainer:
         return now / minutes
 
     def vision_loss(self) -> tuple[Tensor, dict[str, float]]:
-        """Of the tower and the projector alone."""
+        """Loss of the tower and the projector alone."""
         drawings = [self.rows.scatter() for _ in range(2 * BATCH)]
         pixels = self.preprocess(drawings)
         features = torch.stack(
@@ -311,8 +311,8 @@ class Trainer:
         return self.look_loss(features, drawings)
 
     def chat_loss(self) -> tuple[Tensor, dict[str, float]]:
-        """Of the answers, and of what is where."""
-        rows = self.rows.take(self._random.choices(MIX, MIX_WEIGHTS)[0], BATCH)
+        """Loss of the answers, and of the kinds and colours at each patch."""
+        rows = self.rows.make(self._random.choices(MIX, MIX_WEIGHTS)[0], BATCH)
         drawings = [drawing for row in rows for drawing in row.drawings]
         batch = collate(rows, self.tokenizer.pad_token_id)
         labels = batch.pop("labels")[:, 1:]
@@ -329,7 +329,7 @@ class Trainer:
         return loss + LOOK_WEIGHT * around, {**figures, "loss": loss.item(), "exact": exact}
 
     def preprocess(self, drawings: list[Drawing]) -> Tensor:
-        """As the processor does, with a little noise."""
+        """Preprocess like the processor, and add a little noise."""
         pixels = self.processor.image_processor(
             pictures(drawings), return_tensors="pt"
         ).pixel_values
@@ -338,7 +338,8 @@ class Trainer:
     def look_loss(
         self, features: Tensor, drawings: list[Drawing]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Of what is at each patch, and how many kinds are right at the centres of shapes."""
+        """Loss of the kinds and colours at each patch, and how many kinds are right at the centres
+        of shapes."""
         logits = self.look_head(features).flatten(0, 1).split(LOOKS, -1)
         wanted = looks(drawings).flatten(0, 1).unbind(-1)
         loss = sum(

@@ -1,5 +1,5 @@
-"""What `tiny-vision` is trained on: chats about drawings, as rows of tokens with what may see
-what."""
+"""Training data of `tiny-vision`: chats about drawings, as rows of tokens with their attention
+masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SYSTEM = (
     "You look at pictures.",
 )
 QUESTIONS = 4
-# What a batch's rows are: independent questions about one picture or two, or a chat of several
+# Kinds of rows in a batch: independent questions about one picture or two, or a chat of several
 # turns.
 MIX = ("one", "two", "chat")
 MIX_WEIGHTS = (5, 3, 2)
@@ -78,8 +78,8 @@ class Rows:
         self._image = [image_token] * NUM_PATCHES
         self._random = Random(seed)
 
-    def take(self, kind: str, count: int) -> list[Row]:
-        """So many rows of a kind."""
+    def make(self, kind: str, count: int) -> list[Row]:
+        """`count` rows of a kind."""
         make = self._chat if kind == "chat" else self._independent
         return [make(1 if kind == "one" else 2) for _ in range(count)]
 
@@ -206,16 +206,15 @@ def collate(rows: list[Row], pad: int) -> dict[str, Tensor]:
 
 
 def pictures(drawings: list[Drawing]) -> list[Image.Image]:
-    """As an image processor takes them."""
+    """Drawings as images for an image processor."""
     return [Image.fromarray(drawing.pixels()) for drawing in drawings]
 
 
 def looks(drawings: list[Drawing]) -> Tensor:
-    """What is at each patch: the kind and the colour of the shape that it is near, 0 for none, and
-    whether it has the shape's centre.
+    """Labels of each patch: kind and colour of the shape near it (0: none), and whether it has the
+    shape's centre.
 
-    [drawings, patches, 3]
-    """
+    [drawings, patches, 3]"""
     found = np.zeros((len(drawings), NUM_PATCHES, 3), np.int64)
     across = SIDE // PATCH
     colours = tuple(COLOURS)

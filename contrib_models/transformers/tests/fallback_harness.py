@@ -55,7 +55,7 @@ def generate(
     preempts: bool = True,
     **others,
 ) -> Generated:
-    """What the whole engine makes of prompts of mixed lengths, in chunks and with preemption."""
+    """Outputs of the whole engine for prompts of mixed lengths, in chunks and with preemption."""
     options = TIGHT | {
         "num_kv_blocks": num_kv_blocks or TIGHT["num_kv_blocks"],
         "model_impl": model_impl,

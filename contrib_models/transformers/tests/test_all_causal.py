@@ -41,7 +41,7 @@ def test_it_gives_the_tokens_of_transformers_or_is_refused(model_type, tmp_path)
     refusal = TransformersForCausalLM.refuses(VllmConfig.default(hf_config))
     if refusal is None:
         model = save(model_type, tmp_path)
-        # What transformers writes may be the config of a part, of another model_type.
+        # transformers may write the config of a part, of another model_type.
         refusal = TransformersForCausalLM.refuses(
             VllmConfig.default(json.loads((tmp_path / "config.json").read_text()))
         )

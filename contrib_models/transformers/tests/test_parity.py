@@ -91,8 +91,8 @@ def test_a_fallback_is_taken_by_itself_and_said_to_be(tmp_path):
     model = save("GPTNeoX", tmp_path, **DENSE)
     with pytest.warns(
         PluginWarning,
-        match="'GPTNeoXForCausalLM' of .*the fallback 'transformers' runs it. `--model-impl "
-        "transformers` sil",
+        match="'GPTNeoXForCausalLM' of .*the fallback 'transformers' runs it. model_impl="
+        ".transformers. sil",
     ):
         generated = generate(tmp_path)
     check_parity(model, generated)

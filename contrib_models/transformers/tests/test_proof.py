@@ -49,7 +49,7 @@ def test_a_model_that_differs_is_refused_with_the_numbers(misplaced, tmp_path, d
         start(tmp_path, dtype=dtype, **options)
     differs, allowed = map(float, NUMBERS.search(str(caught.value)).groups())
     assert differs > 5 * allowed
-    assert "--no-verify-fallback" in str(caught.value)
+    assert "verify_fallback=False" in str(caught.value)
     start(tmp_path, dtype=dtype, verify_fallback=False, **options)
 
 

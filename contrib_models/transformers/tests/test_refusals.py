@@ -1,4 +1,4 @@
-"""What the fallback refuses, and the reason it gives."""
+"""Models that the fallback refuses, and its reasons."""
 
 import json
 import re

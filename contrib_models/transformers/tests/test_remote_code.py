@@ -62,10 +62,12 @@ def refusal(folder, **options):
 def test_it_is_refused_unless_trusted(remote):
     assert refusal(remote[0]) == (
         "MineForCausalLM is code that the checkpoint brings along, which runs with "
-        "--trust-remote-code only"
+        "trust_remote_code=True only"
     )
     for options in ({}, {"model_impl": "transformers"}):
-        with pytest.raises((CheckpointError, UnsupportedError), match="--trust-remote-code only"):
+        with pytest.raises(
+            (CheckpointError, UnsupportedError), match="trust_remote_code=True only"
+        ):
             generate(remote[0], **options)
     assert not sys.remote_code_ran
 

@@ -1,5 +1,4 @@
-"""What checkpoints the fallback takes, what it says of those that it cannot take, and how its
-modules are made."""
+"""Checkpoints that the fallback takes, its errors for others, and the making of its modules."""
 
 import subprocess
 import sys

@@ -43,7 +43,7 @@ SIZES = (
     | {"vocab_size": VOCAB_SIZE, "word_embed_proj_dim": 32, "is_decoder": True}
     | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 )
-"""What configs call a size, and how large it is, where their class has it."""
+"""Names of sizes in configs, and their values, if the class has them."""
 
 
 PLAIN = {
@@ -154,7 +154,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""By model_type, what is to be otherwise."""
+"""Other fields by model_type."""
 
 
 NOT_BUILT = {
@@ -165,7 +165,7 @@ NOT_BUILT = {
     "musicgen": "MusicgenConfig",
     "musicgen_melody": "MusicgenMelodyConfig",
 }
-"""By model_type, those of which there is no tiny model, and what transformers says."""
+"""Errors of transformers by model_type, for types without a tiny model."""
 
 
 def save(model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -132,7 +132,7 @@ class Item(NamedTuple):
 
 
 def picture(h: int, w: int, seed: int = 0) -> Item:
-    """Of h x w patches."""
+    """Picture of h x w patches."""
     pixels = np.random.default_rng([h, w, seed]).standard_normal((h * w, PATCH_VALUES), np.float32)
     return Item("image", {"pixel_values": pixels, "image_grid_thw": np.array([[1, h, w]])})
 
@@ -154,8 +154,8 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(rules: MultiModalRules, *parts: list[int] | Item) -> Prompt:
-    """Of tokens and items, in this order; what stands for an item is what the rules say, between
-    the tokens that checkpoints put there."""
+    """Prompt of tokens and items, in this order. An item's replacement is that of the rules,
+    between the tokens that checkpoints put there."""
     prompt = Prompt([], [], [])
     for part in parts:
         if isinstance(part, list):
@@ -182,7 +182,7 @@ def prompt_of(rules: MultiModalRules, *parts: list[int] | Item) -> Prompt:
 
 
 def arguments(prompt: Prompt) -> dict[str, Any]:
-    """What transformers takes beside input_ids."""
+    """Inputs of transformers other than input_ids."""
     types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in prompt.token_ids]])
     given: dict[str, Any] = {"mm_token_type_ids": types}
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
@@ -224,7 +224,7 @@ def logits_of_prompts(model: Model, prompts: Sequence[Prompt]) -> list[Tensor]:
     """Logits [Ti, V] at each token of each prompt, all computed in one step."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])
-    embeds = model.embed(input_ids)
+    embeds = model.embed_input_ids(input_ids)
     if items := [item for prompt in prompts for item in prompt.items]:
         embeds[(input_ids == IMAGE) | (input_ids == VIDEO)] = torch.cat(encoded(model, items))
     positions = np.concatenate(

@@ -79,7 +79,7 @@ def prompts_of(theirs, rules):
 
 @torch.inference_mode()
 def their_features(theirs, items):
-    """Of each item alone."""
+    """Features of each item alone."""
     found = []
     for item in items:
         get = theirs.get_image_features if item.modality == "image" else theirs.get_video_features
@@ -270,7 +270,7 @@ def test_two_ranks_and_two_stages(make, tmp_path, plugins):
         load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2)
         for rank in (0, 1)
     )
-    embeds = first.embed(torch.tensor(TEXT[2]))
+    embeds = first.embed_input_ids(torch.tensor(TEXT[2]))
     [through] = hidden_states([first, last], [torch.tensor(TEXT[2])], inputs_embeds=embeds)
     [whole] = hidden_states([model], [torch.tensor(TEXT[2])])
     assert_near(through, whole)

@@ -156,7 +156,7 @@ def test_a_conversation(subject):
 
 
 def test_embeddings_in_the_place_of_a_picture(subject):
-    """As the tower would give them."""
+    """Embeddings are given as the tower would give them."""
     theirs, folder, *_ = subject
     item = picture(6, 4)
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from toolkit_lm_server.app import create_app
 from transformers import AutoImageProcessor
 
 FPS = 4
-"""Of the videos."""
+"""Frames per second of the videos."""
 TAKEN = 2
 """Frames of a second that are taken of a file."""
 
@@ -60,8 +60,8 @@ def frames_of_gif(data):
 
 
 def arrays_of(images, frames):
-    """What transformers makes of a video, by its image processor: each picture twice, of which one
-    is taken."""
+    """Arrays of transformers for a video, from its image processor: each picture twice, of which
+    one is taken."""
     if len(frames) % 2:
         frames = np.concatenate([frames, frames[-1:]])
     made = images(list(frames), return_tensors="np", input_data_format="channels_last")

@@ -89,7 +89,7 @@ def test_logits_of_prompts(family):
 
 
 def in_memory(name: str) -> str:
-    """As transformers 5 names weights in memory, and saves those of some versions."""
+    """Name of a weight in the memory of transformers 5, and in checkpoints of some versions."""
     name = name.replace("language_model.model.", "model.language_model.").replace(
         "language_model.lm_head.", "lm_head."
     )
@@ -97,7 +97,7 @@ def in_memory(name: str) -> str:
 
 
 def oldest(name: str) -> str:
-    """As transformers 4 named them."""
+    """Name of a weight in transformers 4."""
     return name.replace("vision_tower.", "vision_tower.vision_model.")
 
 

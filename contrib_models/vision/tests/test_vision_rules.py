@@ -1,5 +1,5 @@
-"""What stands in prompts for pictures: counted as transformers does it, and what is no picture is
-refused."""
+"""Placeholders of pictures in prompts: counted like in transformers. Anything else than a picture
+is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAVA = {
     "text_config": {"model_type": "llama", "vocab_size": 32064},
     "image_token_index": 32000,
 }
-"""As llava-1.5-7b has it: its text_config states no hidden size."""
+"""Config of llava-1.5-7b: its text_config states no hidden size."""
 GEMMA3 = {
     "vision_config": {**SIGLIP, "image_size": 896, "num_hidden_layers": 27},
     "text_config": {"model_type": "gemma3_text", "hidden_size": 2560},

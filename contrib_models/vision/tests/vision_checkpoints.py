@@ -28,7 +28,7 @@ TEMPLATE = (
     "endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
-"""As Gemma's, it has a line break where a picture may follow."""
+"""Chat template like Gemma's, with a line break where a picture may follow."""
 NEWLINE = "Ċ"
 """A line break, as tokenizers of bytes write it."""
 
@@ -66,7 +66,7 @@ class Subject:
 
     @cached_property
     def mark(self) -> str:
-        """What stands for a picture in a text."""
+        """Text of a picture's placeholder."""
         return "<start_of_image>" if self.is_gemma else "<image>"
 
     @property
@@ -77,7 +77,7 @@ class Subject:
         return drawings(count, seed)
 
     def inputs(self, text: str, images: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        """What transformers' model takes."""
+        """Inputs of transformers' model."""
         given = self.processor(
             text=text, images=images or None, return_tensors="pt", input_data_format="channels_last"
         )

@@ -31,13 +31,14 @@ class Prompt(NamedTuple):
     pictures: list[Tensor]
     """Pixels [1, channels, S, S] of each."""
     places: list[slice]
-    """Where the tokens of each are."""
+    """Positions of each picture's tokens."""
     is_picture: list[bool]
-    """Of each token, whether an embedding of a picture replaces its own."""
+    """Whether an embedding of a picture replaces a token's own, by token."""
 
 
 def prompt_of(rules: MultiModalRules, *parts: list[int] | Tensor) -> Prompt:
-    """Of tokens and pictures, in this order; what stands for a picture is what the rules say."""
+    """Prompt of tokens and pictures, in this order. A picture's replacement is that of the
+    rules."""
     prompt = Prompt([], [], [], [])
     for part in parts:
         tokens = part
@@ -115,7 +116,7 @@ def logits_of_prompts(model: Model, prompts: Sequence[Prompt], *stages: Model) -
     ones of a pipeline."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])
-    embeds = model.embed(input_ids)
+    embeds = model.embed_input_ids(input_ids)
     pictures = [picture for prompt in prompts for picture in prompt.pictures]
     if pictures:
         embeds[torch.tensor([one for prompt in prompts for one in prompt.is_picture])] = torch.cat(

@@ -188,7 +188,7 @@ def test_detected_languages_are_those_of_transformers(checkpoint, llm, seed):
 
 
 def test_what_is_drawn_again_is_what_transformers_draws_again(checkpoint, llm):
-    """By the same log probabilities and rates of compression."""
+    """The same log probabilities and compression rates decide."""
     folder, model = checkpoint
     samples = recording(70)
     inputs = transformers.WhisperFeatureExtractor()(
@@ -330,7 +330,8 @@ def test_files_that_are_no_recordings(tmp_path):
         ("none.wav", "it has no samples"),
         (
             "text.mp3",
-            "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
+            "it is not a recording of a known format; "
+            "known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
         ),
     ):
         with pytest.raises(RequestError, match=f"{name}: {why}"):

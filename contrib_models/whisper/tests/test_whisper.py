@@ -184,7 +184,7 @@ def test_several_samples(make):
 
 @pytest.mark.parametrize("length_penalty", [0.0, 2.0])
 def test_beams(make, length_penalty):
-    """Those of transformers, which hold what is suppressed as little as ours do."""
+    """Beams equal those of transformers, which ignore suppressed tokens just as ours do."""
     named = {"lang_to_id": LANGUAGES, "task_to_id": TASKS, "no_timestamps_token_id": NO_TIMESTAMPS}
     params = SamplingParams(
         use_beam_search=True, beam_width=4, n=2, length_penalty=length_penalty, max_tokens=12
@@ -238,7 +238,7 @@ def test_suppressed_tokens_are_not_drawn(multilingual):
             NO_TIMESTAMPS,
         ]
         tokens: list[int] = []
-        # As transformers' processors have it, token by token.
+        # transformers' processors do the same, token by token.
         while len(tokens) < 16 and tokens[-1:] != [1]:
             with torch.no_grad():
                 ids = torch.tensor([[*output.prompt_token_ids, *tokens]])
@@ -330,7 +330,7 @@ def test_english_alone_and_a_language_of_the_checkpoint(make):
             [START, 5, 8],
         ),
         ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "<|de|>"}, [START, 5, 7]),
-        # As those write it that are trained further.
+        # Checkpoints that are trained further have this form.
         ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "German"}, [START, 5, 7]),
     ]
     for generation, expected in cases:
@@ -352,7 +352,7 @@ def test_english_alone_and_a_language_of_the_checkpoint(make):
     ],
 )
 def test_forced_decoder_ids_are_those_of_transformers(make, forced, expected, in_config):
-    """As the first checkpoints, and those made of them, name language and task."""
+    """The first checkpoints, and those made of them, name language and task in this way."""
     knows = (
         {}
         if len(forced) == 1

@@ -59,15 +59,17 @@ class AudioTower(nn.Module):
     ) -> list[Tensor]:
         counts = [self.shape.states(count) for count in num_frames]
         x = torch.cat(
-            [self._embedded(one, count) for one, count in zip(features, counts, strict=True)]
+            [self._embedded(mels, count) for mels, count in zip(features, counts, strict=True)]
         )
         with sequences(counts):
             for layer in self.layers:
                 x = layer(x)
         each = zip(torch.split(x, counts), counts, strict=True)
-        pooled = [one[: count // 2 * 2].view(count // 2, 2, -1).mean(dim=1) for one, count in each]
+        pooled = [
+            states[: count // 2 * 2].view(count // 2, 2, -1).mean(dim=1) for states, count in each
+        ]
         states: Tensor = self.layer_norm(torch.cat(pooled))
-        return list(torch.split(states, [len(one) for one in pooled]))
+        return list(torch.split(states, [len(state) for state in pooled]))
 
     def _embedded(self, features: Tensor, num_states: int) -> Tensor:
         """The first states [num_states, H]. The last of them reads two frames further."""
@@ -91,7 +93,8 @@ class AudioProjector(nn.Module):
 
 
 class Qwen2AudioEncoder(Model):
-    """What makes embeddings of recordings. Names are those of the checkpoint's `model`."""
+    """Encoder that turns recordings into embeddings. Weight names are those of the checkpoint's
+    `model`."""
 
     packed = PACKED
     renames = ((r"^model\.", ""),)
@@ -113,10 +116,10 @@ class Qwen2AudioEncoder(Model):
     def embeddings(
         self, features: list[Tensor], num_frames: list[int], sequences: EncoderSequences
     ) -> list[Tensor]:
-        """Of recordings as the tower takes them, those of each [tokens, H]."""
+        """Embeddings of each recording, [tokens, H], from features in the tower's form."""
         states = self.audio_tower(features, num_frames, sequences)
         projected: Tensor = self.multi_modal_projector(torch.cat(states))
-        return list(torch.split(projected, [len(one) for one in states]))
+        return list(torch.split(projected, [len(state) for state in states]))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Keys have no bias, and are packed with what has one.

@@ -1,4 +1,4 @@
-"""What Qwen2-Audio makes of recordings in prompts. Needs no torch."""
+"""Prompt rules of Qwen2-Audio: placeholders of recordings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Qwen2AudioRules(MultiModalRules):
         return Replacement([self.placeholder_id(modality)] * count)
 
     def _num_frames(self, mask: np.ndarray) -> int:
-        """Of the recording. Raises RequestError."""
+        """Number of frames of the recording. Raises RequestError."""
         shape = (1, self.shape.num_frames)
         if mask.shape != shape or mask.dtype.kind not in "iu":
             raise RequestError(

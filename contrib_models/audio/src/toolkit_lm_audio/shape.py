@@ -20,7 +20,7 @@ _DEFAULTS: dict[str, Any] = {
     "scale_embedding": False,
     "max_source_positions": 1500,
 }
-"""What transformers takes where a config says nothing."""
+"""Defaults of transformers for keys that a config leaves out."""
 _MOST = {
     "num_mel_bins": 2**10,
     "encoder_layers": 2**10,
@@ -38,26 +38,29 @@ TEXT_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 32,
     "vocab_size": 151936,
 }
-"""What published configs leave out of `text_config`, since it is transformers' default."""
+"""Defaults of transformers for `text_config`, which published configs leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioShape:
-    """Of Qwen2-Audio's tower, which is Whisper's encoder, and pools its states by twos."""
+    """Shape of Qwen2-Audio's tower: Whisper's encoder, with its states pooled in pairs."""
 
     config: HFConfig
     """`audio_config`, with what it leaves out."""
     num_mels: int
     num_states: int
-    """Of a window: half as many as its frames."""
+    """States of a window: half as many as its frames."""
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any]) -> AudioShape:
-        """Of a config.json. Raises CheckpointError, and UnsupportedError for another kind of
+        """Reads a config.json. Raises CheckpointError, and UnsupportedError for another kind of
         tower."""
-        given: dict[str, Any] = HFConfig(hf_config).get("audio_config", dict) or {}
+        audio_config: dict[str, Any] = HFConfig(hf_config).get("audio_config", dict) or {}
         config = HFConfig(
-            {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+            {
+                **_DEFAULTS,
+                **{key: value for key, value in audio_config.items() if value is not None},
+            }
         )
         kind = config.require("model_type", str)
         if kind != _DEFAULTS["model_type"]:
@@ -84,15 +87,15 @@ class AudioShape:
 
     @property
     def num_frames(self) -> int:
-        """Of a window."""
+        """Frames of a window."""
         return 2 * self.num_states
 
     def states(self, num_frames: int) -> int:
-        """That are made of so many frames of a recording."""
+        """Number of states for `num_frames` frames of a recording."""
         return (num_frames + 1) // 2
 
     def tokens(self, num_frames: int) -> int:
-        """That stand for so many frames."""
+        """Number of tokens for `num_frames` frames of a recording."""
         return self.states(num_frames) // 2
 
 

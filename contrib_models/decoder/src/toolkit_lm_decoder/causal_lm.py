@@ -1,5 +1,5 @@
-"""What all families share: a decoder, under the name that checkpoints give it, and the head that
-makes logits of its hidden states."""
+"""Base of all families: a decoder, under the checkpoint's name for it, and the head that turns
+hidden states into logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Decoder(Model):
     """Embedding, layers and last norm, or the slice of them that a pipeline rank owns."""
 
     is_tied_by_default: ClassVar[bool] = False
-    """What `tie_word_embeddings` is where config.json does not say so."""
+    """Default of `tie_word_embeddings` if config.json does not state it."""
     embedding_name: ClassVar[str] = "embed_tokens"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -52,13 +52,8 @@ class Decoder(Model):
         return config.require("hidden_size", int)
 
     def embedding_scale(self, config: HFConfig) -> float:
-        """What embeddings are multiplied by."""
+        """Factor that embeddings are multiplied by."""
         return 1.0
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, embedding_size] of `input_ids` [T]."""
-        embedded: Tensor = self.get_submodule(self.embedding_name)(input_ids)
-        return embedded
 
 
 class CausalLM(Model):
@@ -84,13 +79,6 @@ class CausalLM(Model):
         return ParallelLMHead(
             *sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head")
         )
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, embedding size] of `input_ids` [T], of which `forward` takes others as
-        `inputs_embeds`."""
-        decoder = self.get_submodule(self.decoder_name)
-        assert isinstance(decoder, Decoder)
-        return decoder.embed(input_ids)
 
     def forward(
         self,

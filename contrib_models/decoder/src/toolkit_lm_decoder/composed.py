@@ -26,10 +26,10 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "opt": "OPTForCausalLM",
 }
-"""By `model_type`, those that are not named after it."""
+"""Architectures by `model_type`, if their names do not follow from it."""
 _DECODER = re.compile(r"^(model\.language_model|language_model\.model)\.")
-"""What checkpoints call the decoder of the language part: the former in memory of transformers 5,
-the latter in most files."""
+"""Prefixes of the language part's decoder in checkpoints: the first is used in memory by
+transformers 5, the second in most files."""
 _LANGUAGE = re.compile(r"^language_model\.")
 
 
@@ -46,19 +46,18 @@ def text_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 class ComposedModel(Model):
-    """Of `encoder`, a Model that makes embeddings of items of media, and of `language_model`, any
+    """A media model: `encoder`, a Model that makes embeddings of media, and `language_model`, any
     registered decoder.
 
-    A pipeline's first rank has the encoder.
-    """
+    The first pipeline rank has the encoder."""
 
     parts = {"media": MediaPart}
     encoder_class: ClassVar[type[Model]]
-    """Its names are those of the checkpoint's `model`."""
+    """Class of the encoder. Its weight names are those of the checkpoint's `model`."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Of `text_config`."""
+    """Default values of `text_config`."""
     language_name: ClassVar[str] = "language_model"
-    """What checkpoints call the language part, whose own names follow; empty: nothing."""
+    """Name of the language part in checkpoints, a prefix of its own names; empty: no prefix."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -75,9 +74,9 @@ class ComposedModel(Model):
         """The config.json of the language part."""
         return text_config(self.vllm_config.hf_config, self.defaults)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         part: Any = self.language_model
-        embedded: Tensor = part.embed(input_ids)
+        embedded: Tensor = part.embed_input_ids(input_ids)
         return embedded
 
     def encode_items(

@@ -12,9 +12,9 @@ from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import (
     HFConfig,
     LayerParts,
-    Part,
     RMSNorm,
     Rotation,
+    Shard,
     ShardLoader,
     new_parameter,
     torch_dtype,
@@ -32,7 +32,7 @@ from toolkit_lm_decoder.llama import (
 
 
 def _load_plus_one(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-    ShardLoader((Part.whole(len(param)),))(param, loaded, shard_id)
+    ShardLoader((Shard.whole(len(param)),))(param, loaded, shard_id)
     param.data += 1
 
 

@@ -27,17 +27,17 @@ class Gemma3Attention(Gemma2Attention, Qwen3Attention):
 
 
 def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
-    """Of the layers of one kind. `rope_scaling` is of the layers that see everything: it is laid
-    over what is stated of these."""
+    """Rope parameters of the layers of one kind. `rope_scaling` applies to full-attention layers:
+    it overrides their stated parameters."""
     nothing: dict[str, Any] = {}
-    given = config.get("rope_parameters", dict, nothing).get(kind)
+    rope = config.get("rope_parameters", dict, nothing).get(kind)
     # How checkpoints stated it before transformers 5.
     key, default = (
         ("rope_theta", 1e6) if kind == "full_attention" else ("rope_local_base_freq", 1e4)
     )
     values = {
         "rope_theta": config.get(key, float, default),
-        **(given if isinstance(given, Mapping) else nothing),
+        **(rope if isinstance(rope, Mapping) else nothing),
     }
     if kind == "full_attention":
         values |= config.get("rope_scaling", dict, nothing)

@@ -151,9 +151,8 @@ class GPT2Model(Decoder):
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = (self.embed(input_ids) if inputs_embeds is None else inputs_embeds) + self.wpe(
-                positions
-            )
+            embeds = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            x = embeds + self.wpe(positions)
         for layer in self.h.owned:
             x = layer(x)
         return self.ln_f(x) if self.is_last else {"hidden_states": x}

@@ -40,13 +40,13 @@ def head_size_of(config: HFConfig) -> int:
 
 
 def eps_of(config: HFConfig) -> float:
-    """What keeps norms from dividing by zero."""
+    """Epsilon that keeps norms from dividing by zero."""
     return config.get("rms_norm_eps", float, 1e-6)
 
 
 def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None:
-    """`sliding_window` where `layer_types` calls the layer "sliding_attention"; `otherwise` counts
-    where there are no `layer_types`."""
+    """`sliding_window` if `layer_types` calls the layer "sliding_attention". Without `layer_types`,
+    `otherwise` decides."""
     kinds = config.get("layer_types", list)
     if kinds is None:
         is_windowed = otherwise
@@ -80,8 +80,8 @@ class LlamaAttention(Bypassable):
             "head_norms",
         }
     )
-    """What a family may override and stay fusible (see `Bypassable`): `LayerParts` state what each
-    of them gives."""
+    """Methods that a family may override and stay fusible (see `Bypassable`): `LayerParts` hold the
+    values that they give."""
     attention_type: ClassVar[AttentionType] = AttentionType.DECODER
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
@@ -127,7 +127,7 @@ class LlamaAttention(Bypassable):
         return config.get("attention_bias", bool, False)
 
     def scale(self, config: HFConfig) -> float | None:
-        """What scores are multiplied by; None: head_size ** -0.5."""
+        """Factor that scores are multiplied by; None: head_size ** -0.5."""
         return None
 
     def window(self, config: HFConfig, layer: int) -> int | None:
@@ -135,12 +135,12 @@ class LlamaAttention(Bypassable):
         return None
 
     def soft_cap(self, config: HFConfig) -> float | None:
-        """What scores are held below; None: nothing."""
+        """Soft cap of scores; None: no cap."""
         return None
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        """Of each head of queries and of keys, or of all of them together, before they are
-        rotated."""
+        """Norms of queries and of keys before rotation, per head or over all heads together; None:
+        no norms."""
         return None
 
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,11 +201,11 @@ class LlamaMLP(Bypassable):
 
 
 class LlamaDecoderLayer(FusibleLayer):
-    """One layer. The residual travels beside the hidden states, so that each addition joins the
-    norm after it.
+    """One layer. The residual is passed separately from the hidden states, so that each addition
+    can be fused with the norm after it.
 
-    A subclass whose forward pass is another states `seams` anew, if its `parts` tell all of it.
-    """
+    A subclass with a different forward pass states its own `seams`, if its `parts` describe that
+    pass fully."""
 
     seams = frozenset({"norms", "parts"})
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
@@ -262,7 +262,7 @@ class LlamaDecoderLayer(FusibleLayer):
         return self.mlp(x), residual
 
     def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What attention takes, and the residual; the first layer is given none."""
+        """Attention's input, and the residual. The first layer gets None as its residual."""
         if residual is None:
             return self.input_layernorm(x), x
         out: tuple[Tensor, Tensor] = self.input_layernorm(x, residual)
@@ -327,7 +327,7 @@ class LlamaParts:
     attention: ClassVar[type[nn.Module]] = LlamaAttention
     feed_forward: ClassVar[Callable[..., nn.Module]] = LlamaMLP
     norm: ClassVar[type[RMSNorm]] = RMSNorm
-    """Of hidden states."""
+    """Norm class for hidden states."""
     layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
     decoder: ClassVar[type[LlamaModel]] = LlamaModel
     vllm_config: VllmConfig

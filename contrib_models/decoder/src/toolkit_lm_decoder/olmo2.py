@@ -8,7 +8,7 @@ from toolkit_lm.model import HFConfig, LayerParts, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, eps_of
-from toolkit_lm_decoder.sharded_norm import norm_of_part
+from toolkit_lm_decoder.sharded_norm import norm_of_shard
 
 
 class Olmo2Attention(LlamaAttention):
@@ -16,8 +16,8 @@ class Olmo2Attention(LlamaAttention):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         eps = eps_of(HFConfig(vllm_config.hf_config))
         q, k, _ = self.qkv_proj.spec.outputs
-        self.q_norm = norm_of_part(q, eps=eps, vllm_config=vllm_config)
-        self.k_norm = norm_of_part(k, eps=eps, vllm_config=vllm_config)
+        self.q_norm = norm_of_shard(q, eps=eps, vllm_config=vllm_config)
+        self.k_norm = norm_of_shard(k, eps=eps, vllm_config=vllm_config)
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
         return self.q_norm, self.k_norm

@@ -162,7 +162,7 @@ class OPTModel(Decoder):
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            embeds = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            embeds = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             x = self.project_in(embeds) + self.embed_positions(positions + POSITION_OFFSET)
         for layer in self.layers.owned:
             x = layer(x)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import Part, RMSNorm, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import RMSNorm, Shard, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor
 
 
-def norm_of_part(part: Part, *, eps: float, vllm_config: VllmConfig) -> RMSNorm:
-    """RMSNorm over an axis of which this rank has a part: one rank alone has it whole."""
+def norm_of_shard(shard: Shard, *, eps: float, vllm_config: VllmConfig) -> RMSNorm:
+    """RMSNorm over an axis of which this rank has a shard: one rank alone has it whole."""
     if vllm_config.parallel.tensor_parallel_size > 1:
-        return ShardedRMSNorm(part, eps=eps, vllm_config=vllm_config)
-    return RMSNorm(part.size, eps=eps, vllm_config=vllm_config)
+        return ShardedRMSNorm(shard, eps=eps, vllm_config=vllm_config)
+    return RMSNorm(shard.size, eps=eps, vllm_config=vllm_config)
 
 
 class ShardedRMSNorm(RMSNorm):
-    """RMSNorm over an axis that is split over the ranks: x [..., part.size] -> the same. Ranks may
-    share a part, each as many."""
+    """RMSNorm over an axis that is split over the ranks: x [..., shard.size] -> the same. Ranks may
+    share a shard, each as many."""
 
-    def __init__(self, part: Part, *, eps: float, vllm_config: VllmConfig) -> None:
-        super().__init__(part.size, eps=eps, vllm_config=vllm_config)
+    def __init__(self, shard: Shard, *, eps: float, vllm_config: VllmConfig) -> None:
+        super().__init__(shard.size, eps=eps, vllm_config=vllm_config)
         self.parallel = vllm_config.parallel
         self.weight = new_parameter(
-            (part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,))
+            (shard.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((shard,))
         )
 
     # Queries and keys have no residual.

@@ -9,7 +9,7 @@ RULES = "toolkit_lm_encdec.rules:UsualRules"
 BART_RULES = "toolkit_lm_encdec.rules:MBartRules"
 MODELS = {
     "BartForConditionalGeneration": ("bart:BartForConditionalGeneration", BART_RULES),
-    # What the published checkpoints bart-base and bart-large call themselves.
+    # Published checkpoints bart-base and bart-large have this name.
     "BartModel": ("bart:BartForConditionalGeneration", BART_RULES),
     "MBartForConditionalGeneration": ("bart:MBartForConditionalGeneration", BART_RULES),
     "MT5ForConditionalGeneration": ("t5:MT5ForConditionalGeneration", RULES),
@@ -20,7 +20,7 @@ MODELS = {
         "t5gemma:T5GemmaForConditionalGeneration",
         "toolkit_lm_encdec.rules:T5GemmaRules",
     ),
-    # What t5-3b and t5-11b call themselves.
+    # t5-3b and t5-11b have this name.
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }
 """Architectures; the module and class of each; and what makes its prompts."""
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
     "t5gemma": "T5GemmaForConditionalGeneration",
 }
-"""By `model_type`, those of checkpoints that name none."""
+"""Architectures by `model_type`, for checkpoints that do not name one."""
 ENCODERS = ("T5EncoderModel", "MT5EncoderModel")
 """Architectures of T5's encoder alone."""
 

@@ -10,37 +10,37 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
-    Part,
     QKVParallelLinear,
     RowParallelLinear,
+    Shard,
     join,
     see_encoder_tokens,
 )
 from torch import Tensor, nn
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "kv_proj": ("k_proj", "v_proj")}
-"""Of the checkpoint's projections, those that are one product here."""
+"""Projections that are separate in checkpoints and one product here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """What attention is made of. Counts are those of all ranks."""
+    """Sizes of attention. Counts are totals over all ranks."""
 
     hidden_size: int
     num_heads: int
     head_size: int
     scale: float
     has_biases: bool
-    # Of cross attention only.
+    # Used by cross attention only.
     soft_cap: float | None = None
     num_kv_heads: int | None = None
-    """None: as many as query heads."""
+    """Heads of keys and values; None: as many as query heads."""
     encoder_size: int | None = None
-    """Of the states that it reads; None: as the decoder's."""
+    """Size of the encoder's states; None: the decoder's size."""
 
     @property
     def size(self) -> int:
-        """Of all queries."""
+        """Total size of all queries."""
         return self.num_heads * self.head_size
 
 
@@ -97,7 +97,7 @@ class CrossAttention(nn.Module):
         bias = heads.has_biases
         # The self-attention of the same layer has checked that ranks share the heads evenly, but
         # not that they share no KV head.
-        kv_heads = Part.even(
+        kv_heads = Shard.even(
             heads.num_kv_heads or heads.num_heads, vllm_config.parallel, f"KV heads of {prefix}"
         )
         kv_size = kv_heads.full * heads.head_size

@@ -35,7 +35,7 @@ Side = Literal["encoder", "decoder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """In what the families differ."""
+    """Differences between the families."""
 
     norms_first: bool = False
     """Each part of a layer begins with its norm, and a norm ends the stack; otherwise a norm ends
@@ -46,7 +46,7 @@ class Style:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a config.json says of the encoder, or of the decoder."""
+    """Sizes in config.json for the encoder or the decoder."""
 
     heads: Heads
     num_layers: int
@@ -75,7 +75,7 @@ class Shape:
 
 
 class BartLayer(nn.Module):
-    """What the layers of both sides have."""
+    """Common part of encoder and decoder layers."""
 
     attention_type: ClassVar[AttentionType]
 
@@ -262,6 +262,10 @@ class BartForConditionalGeneration(Model):
             vllm_config=vllm_config,
             prefix=join(prefix, "lm_head"),
         )
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.decoder.embed_tokens(input_ids)
+        return embedded
 
     def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.model.encoder(input_ids, positions)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import HFConfig, Part, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import HFConfig, Shard, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor, nn
 
 _MOST_DISTANCE = 2**20
@@ -35,10 +35,12 @@ class RelativeBias(nn.Module):
                 "'relative_attention_max_distance' more than half of it, up to "
                 f"{_MOST_DISTANCE}, not {self.max_distance}."
             )
-        heads = Part.even(config.require("num_heads", int), vllm_config.parallel, "attention heads")
+        heads = Shard.even(
+            config.require("num_heads", int), vllm_config.parallel, "attention heads"
+        )
         offsets = torch.arange(-self.max_distance, self.max_distance + 1)
         buckets = buckets_of(offsets, num_buckets, self.max_distance, is_causal=is_causal)
-        loader = TableLoader(parts=(heads,), num_buckets=num_buckets, buckets=buckets)
+        loader = TableLoader(shards=(heads,), num_buckets=num_buckets, buckets=buckets)
         self.weight = new_parameter(
             (heads.size, len(offsets)), torch_dtype(vllm_config.model.dtype), loader
         )
@@ -68,7 +70,7 @@ class TableLoader(ShardLoader):
     """[offsets] int64: of each offset."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-        shape = [self.num_buckets, self.parts[0].full]
+        shape = [self.num_buckets, self.shards[0].full]
         if list(loaded.shape) != shape:
             raise CheckpointError(f"has shape {list(loaded.shape)}, not {shape}")
         super().__call__(param, loaded[self.buckets.to(loaded.device)].t(), shard_id)

@@ -1,20 +1,21 @@
-"""What encoder-decoder models of text make of prompts. Needs no torch."""
+"""Prompt rules of encoder-decoder models of text. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from msgspec import structs
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, RequestError
-from toolkit_lm.messages import EncoderInput
+from toolkit_lm.messages import EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import Conversation, Prompt, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import EncoderDecoderRules, RenderedPair, Renderer
 
 
 class UsualRules(EncoderDecoderRules):
-    """As most models have it, in the terms of transformers."""
+    """Rules of most models, in transformers' terms."""
 
     encoder_length_keys: ClassVar[tuple[str, ...]] = (
         "max_source_positions",
@@ -30,7 +31,7 @@ class UsualRules(EncoderDecoderRules):
             for key, value in config.checkpoint.generation_config.items()
             if value is not None
         }
-        # As in transformers: with a file of their own, no tokens are forced that it does not name.
+        # transformers does the same: if the file exists, only tokens that it names are forced.
         other = {
             key: value
             for key, value in config.hf_config.items()
@@ -43,20 +44,20 @@ class UsualRules(EncoderDecoderRules):
 
     def read(self, prompt: Prompt, params: SamplingParams) -> RenderedPair:
         """Any prompt but an ExplicitEncoderDecoderPrompt is the encoder's."""
-        given: Any = prompt
-        if not isinstance(given, Mapping) or not {"encoder_prompt", "decoder_prompt"} & set(given):
-            return self._both(given, None, params)
-        if unknown := set(given) - {"encoder_prompt", "decoder_prompt"}:
+        value: Any = prompt
+        if not isinstance(value, Mapping) or not {"encoder_prompt", "decoder_prompt"} & set(value):
+            return self._both(value, None, params)
+        if unknown := set(value) - {"encoder_prompt", "decoder_prompt"}:
             raise RequestError(
                 f"unknown key {min(map(str, unknown))!r} beside encoder_prompt and decoder_prompt.",
                 "prompt",
             )
-        if given.get("encoder_prompt") is None:
+        if value.get("encoder_prompt") is None:
             raise RequestError(
                 "a decoder prompt needs an encoder prompt beside it: the key 'encoder_prompt'.",
                 "prompt",
             )
-        return self._both(given["encoder_prompt"], given.get("decoder_prompt"), params)
+        return self._both(value["encoder_prompt"], value.get("decoder_prompt"), params)
 
     def read_conversation(
         self, messages: Conversation, params: SamplingParams, **options: Any
@@ -74,27 +75,39 @@ class UsualRules(EncoderDecoderRules):
     def _both(
         self, encoder: SingletonPrompt, decoder: SingletonPrompt | None, params: SamplingParams
     ) -> RenderedPair:
+        features: list[MultiModalFeatureSpec] = []
         if decoder is None:
             token_ids = self.default_decoder_prompt()
-        elif "prompt_token_ids" in (parsed := parse_prompt(decoder)):
-            token_ids = self.decoder_prompt(self.renderer.render_prompt(parsed).token_ids)
         else:
-            token_ids = [
-                *self.default_decoder_prompt(),
-                *self.renderer.render_prompt(parsed, add_special_tokens=False).token_ids,
-            ]
+            parsed = parse_prompt(decoder, media=self.renderer.rules is not None)
+            is_text = "prompt_token_ids" not in parsed
+            rendered = (
+                self.renderer.render_prompt(parsed, add_special_tokens=False)
+                if is_text
+                else self.renderer.render_prompt(parsed)
+            )
+            token_ids = (
+                [*self.default_decoder_prompt(), *rendered.token_ids]
+                if is_text
+                else self.decoder_prompt(rendered.token_ids)
+            )
+            features = _moved(rendered.features or (), len(token_ids) - len(rendered.token_ids))
         most = (
             self.config.max_encoder_len
             if params.truncate_prompt_tokens == -1
             else params.truncate_prompt_tokens
         )
         return RenderedPair(
-            token_ids, _text_of(decoder), self.encoder_input(encoder, most), _text_of(encoder)
+            token_ids,
+            _text_of(decoder),
+            self.encoder_input(encoder, most),
+            _text_of(encoder),
+            features,
         )
 
     def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
-        """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as
-        it is. Raises RequestError."""
+        """The encoder's input for a prompt. `max_tokens`: where to truncate it at the end; None:
+        not at all. Raises RequestError."""
         parsed = parse_prompt(prompt)
         if max_tokens is None or "prompt_token_ids" in parsed:
             return EncoderInput.of_tokens(
@@ -118,8 +131,8 @@ class UsualRules(EncoderDecoderRules):
         )
 
     def default_decoder_prompt(self) -> list[int]:
-        """What the decoder begins with where nothing is given: the decoder start token, and what
-        else the model always begins with."""
+        """Default start of the decoder: the decoder start token, and any other tokens that the
+        model always begins with."""
         return [self.start_token_id]
 
     def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
@@ -127,12 +140,12 @@ class UsualRules(EncoderDecoderRules):
         start = self.start_token_id
         return list(token_ids) if token_ids and token_ids[0] == start else [start, *token_ids]
 
-    # What is drawn
+    # Tokens that are drawn
 
     def forced_tokens(
         self, decoder_prompt: Sequence[int], max_output_tokens: int
     ) -> dict[int, int]:
-        """As transformers forces BOS and EOS."""
+        """Forces BOS and EOS by the rules of transformers."""
         begin, end = (
             self.generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id")
         )
@@ -142,7 +155,7 @@ class UsualRules(EncoderDecoderRules):
         return forced
 
     def bad_words(self) -> list[list[int]]:
-        """Those that the checkpoint names. Marian's is its padding."""
+        """Bad words that the checkpoint names. Marian's is its padding."""
         ends = [[token] for token in self.renderer.eos_token_ids]
         return [word for word in self.generation.get("bad_words_ids") or [] if word not in ends]
 
@@ -163,6 +176,21 @@ class MBartRules(UsualRules):
     def default_decoder_prompt(self) -> list[int]:
         forced = self.generation.get("forced_bos_token_id")
         return [*super().default_decoder_prompt(), *([forced] if isinstance(forced, int) else [])]
+
+
+def _moved(
+    features: Sequence[MultiModalFeatureSpec], num_tokens: int
+) -> list[MultiModalFeatureSpec]:
+    """The items of a prompt that gets so many tokens in front."""
+    return [
+        structs.replace(
+            feature,
+            mm_position=structs.replace(
+                feature.mm_position, offset=feature.mm_position.offset + num_tokens
+            ),
+        )
+        for feature in features
+    ]
 
 
 def _text_of(prompt: Any) -> str | None:

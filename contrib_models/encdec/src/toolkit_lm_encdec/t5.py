@@ -91,7 +91,7 @@ def feed_forward_kind(config: HFConfig) -> tuple[str, bool]:
 
 
 class T5Block(nn.Module):
-    """What the layers of both sides have."""
+    """Common part of encoder and decoder blocks."""
 
     attention_type: ClassVar[AttentionType]
 
@@ -238,8 +238,8 @@ class T5ForConditionalGeneration(Model):
         )
 
     def scale_of_outputs(self, config: HFConfig) -> float | None:
-        """What the head's input is multiplied by, where the head is the embedding; None where it
-        has a weight of its own."""
+        """Factor on the head's input, if the head is the embedding; None if it has a weight of its
+        own."""
         # transformers 5 writes that embeddings are tied whatever they are, and keeps the truth
         # under a name of its own.
         is_tied = config.get(

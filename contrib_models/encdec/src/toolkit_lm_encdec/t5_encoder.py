@@ -18,7 +18,7 @@ class T5EncoderModel(Model):
 
     packed = T5ForConditionalGeneration.packed
     renames = T5ForConditionalGeneration.renames
-    # Of a checkpoint that has a decoder too.
+    # Weights of a checkpoint that has a decoder too.
     ignored: ClassVar[tuple[str, ...]] = (
         *T5ForConditionalGeneration.ignored,
         r"^decoder\.",

@@ -121,7 +121,7 @@ class T5GemmaDecoder(Gemma2Model):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, encoder_hidden_states: Tensor | None
     ) -> Tensor:
-        x = self.embed(input_ids)
+        x = self.embed_input_ids(input_ids)
         residual = None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation, encoder_hidden_states)
@@ -183,6 +183,10 @@ class T5GemmaForConditionalGeneration(Model):
         self.lm_head = ParallelLMHead(
             *sizes, tied_to=tied_to, vllm_config=vllm_config, prefix=join(prefix, "lm_head")
         )
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.decoder.embed_input_ids(input_ids)
+        return embedded
 
     def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.model.encoder(input_ids, positions)

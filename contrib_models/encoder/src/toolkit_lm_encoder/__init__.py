@@ -16,8 +16,7 @@ FAMILIES = {
     "Roberta": ("roberta", "Roberta"),
     "XLMRoberta": ("roberta", "Roberta"),
 }
-"""By the beginning of their architectures' names: the module of each, and how the names of its
-classes begin."""
+"""Module and prefix of the classes' names, by prefix of the architecture's name."""
 MODELS = {
     **{
         f"{family}{kind}": f"{module}:{classes}{kind}"
@@ -45,7 +44,7 @@ MODEL_TYPES = {
     "Roberta": "roberta",
     "XLMRoberta": "xlm-roberta",
 }
-"""By the beginning of the architectures' names."""
+"""`model_type` by prefix of the architecture's name."""
 
 
 @hookimpl

@@ -26,7 +26,7 @@ from toolkit_lm_encoder.heads import DENSE, OUT_PROJ, Embedder, SequenceClassifi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertShape:
-    """What a config.json says of an encoder of BERT's kind."""
+    """Sizes in config.json for an encoder of BERT's kind."""
 
     hidden_size: int
     num_layers: int
@@ -234,7 +234,7 @@ class BertEncoder(Encoder):
         )
 
     def make_bias(self, shape: BertShape) -> AttentionBias | None:
-        """What is added to the scores of every layer."""
+        """Bias added to the scores of every layer; None: no bias."""
         return None
 
     def hidden_size(self, config: HFConfig) -> int:

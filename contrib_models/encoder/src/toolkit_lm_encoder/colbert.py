@@ -1,8 +1,7 @@
 """ColBERT (Khattab and Zaharia 2020): a small vector per token, for late interaction.
 
-Checkpoints of pylate and sentence-transformers need no class of their own: theirs are encoders
-beside which modules.json names a Dense.
-"""
+Checkpoints of pylate and sentence-transformers need no class of their own: they are encoders with a
+Dense module listed in modules.json."""
 
 from __future__ import annotations
 

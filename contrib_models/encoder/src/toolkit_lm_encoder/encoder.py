@@ -1,5 +1,5 @@
-"""What all encoders share: embeddings and layers, or the slice of them that a pipeline rank owns;
-and reading their config.json."""
+"""Base of all encoders: embeddings and layers, or a pipeline rank's slice of them. Also reads their
+config.json."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def check_positions(most: int, vllm_config: VllmConfig) -> None:
     if vllm_config.max_model_len > most:
         raise ConfigError(
             f"max_model_len is {vllm_config.max_model_len}, but the checkpoint has {most} "
-            f"positions: give --max-model-len {most} or less."
+            f"positions: give max_model_len={most} or less."
         )
 
 

@@ -1,5 +1,4 @@
-"""What an encoder is for: vectors, or a classifier's logits. Heads are small, and compute in
-float32."""
+"""Heads of encoders: vectors, or a classifier's logits. Heads are small, and compute in float32."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Embedder(Encoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.is_last:
-            # What sentence-transformers does with a checkpoint that does not say how it is pooled.
+            # sentence-transformers does this for a checkpoint that does not say how it is pooled.
             self.pooler = embedding_pooler(vllm_config, default="MEAN")
 
 
@@ -65,7 +64,7 @@ class SequenceClassifier(Encoder):
     """An encoder with a classifier of its first token."""
 
     activation: ClassVar[str] = "tanh"
-    """Of the classifier's first projection."""
+    """Activation of the classifier's first projection."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -82,7 +81,7 @@ class SequenceClassifier(Encoder):
         )
 
     def pooling(self, config: HFConfig) -> str:
-        """Which of the hidden states are classified."""
+        """Pooling type: the hidden states to classify."""
         return "CLS"
 
 

@@ -66,11 +66,11 @@ def layer_kind(config: HFConfig, layer: int) -> str:
 
 def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
     nothing: dict[str, Any] = {}
-    given = config.get("rope_parameters", dict, nothing).get(kind)
+    rope = config.get("rope_parameters", dict, nothing).get(kind)
     key, default = THETAS[kind]
     values = {
         "rope_theta": config.get(key, float, default),
-        **(given if isinstance(given, Mapping) else nothing),
+        **(rope if isinstance(rope, Mapping) else nothing),
     }
     values |= config.get("rope_scaling", dict, nothing)
     head_size = config.require("hidden_size", int) // config.require("num_attention_heads", int)

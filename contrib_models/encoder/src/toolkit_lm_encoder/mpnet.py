@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from toolkit_lm.attention import AttentionBias
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, Part, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import HFConfig, Shard, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.bert import BertEncoder, BertShape
@@ -20,7 +20,7 @@ from toolkit_lm_encoder.heads import OUT_PROJ, Embedder, SequenceClassifier, Tok
 POSITION_OFFSET = 2
 """Whatever config.json says of padding."""
 NUM_BUCKETS = 32
-"""That are used, whatever number of them a checkpoint holds."""
+"""Buckets that are used, however many a checkpoint holds."""
 MAX_DISTANCE = 128
 
 
@@ -30,7 +30,7 @@ class RelativeBias(nn.Module):
 
     def __init__(self, num_buckets: int, num_heads: int, *, vllm_config: VllmConfig) -> None:
         super().__init__()
-        heads = Part.even(num_heads, vllm_config.parallel, "attention heads")
+        heads = Shard.even(num_heads, vllm_config.parallel, "attention heads")
         self.weight = new_parameter(
             (num_buckets, heads.size),
             torch_dtype(vllm_config.model.dtype),

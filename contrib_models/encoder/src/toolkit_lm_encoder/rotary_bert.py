@@ -161,7 +161,7 @@ class RotaryEncoder(Encoder):
     mlp: ClassVar[type[GatedMLP | PlainMLP]] = GatedMLP
     attention_bias: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = True
-    """Of the last projection; of both, where they are not gated."""
+    """Whether the last projection of the MLP has a bias; without a gate, whether both have one."""
     defaults: ClassVar[dict[str, object]]
     """Values of config.json where it does not state them."""
 
@@ -221,7 +221,7 @@ def _halves(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     for name, tensor in weights:
         if ".up_gate_proj." in name:
             yield from zip(
-                (name.replace("up_gate_proj", one) for one in ("up_proj", "gate_proj")),
+                (name.replace("up_gate_proj", part) for part in ("up_proj", "gate_proj")),
                 tensor.chunk(2),
                 strict=True,
             )

@@ -15,10 +15,11 @@ from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model import (
     Absent,
+    Epilogue,
     LinearBase,
     LinearSpec,
-    Part,
     Rows,
+    Shard,
     UnquantizedMethod,
     gate,
     get_activation,
@@ -63,19 +64,18 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             yield name, tensor
 
 
-def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> range:
+def divide_experts(num_experts: int, parallel: ParallelConfig, subject: str) -> range:
     """The numbers of the experts that this rank holds with expert parallelism: contiguous, in
     numbers that differ by one at most.
 
-    Raises ConfigError, naming `what`, where there are fewer experts than ranks.
+    Raises ConfigError, naming `subject`, where there are fewer experts than ranks.
     """
     rank = parallel.tensor_parallel_rank
     ranks = parallel.tensor_parallel_size
     if num_experts < ranks:
         raise ConfigError(
-            f"enable_expert_parallel: the {num_experts} experts of {what} cannot be divided over "
-            f"tensor_parallel_size={ranks}, "
-            "as each rank holds one at least."
+            f"enable_expert_parallel: the {num_experts} experts of {subject} cannot be divided "
+            f"over tensor_parallel_size={ranks}, as each rank holds one at least."
         )
     return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
 
@@ -85,16 +85,10 @@ class _GatedLinear(LinearBase):
 
     def __init__(self, spec: LinearSpec, activation: str) -> None:
         super().__init__(spec)
-        self.activation = activation
+        self.epilogue = Epilogue(activation, gated=True)
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
-        return self.method.apply(
-            x,
-            None,
-            rows=self.rows if rows is None else rows,
-            activation=self.activation,
-            gated=True,
-        )
+        return self.method.apply(x, None, self.epilogue, rows=self.rows if rows is None else rows)
 
 
 class _Expert(nn.Module):
@@ -150,14 +144,14 @@ class RoutedExperts(Bypassable):
         self.activation = activation
         if self.parallel.enable_expert_parallel:
             self.held = divide_experts(num_experts, self.parallel, prefix)
-            inner = Part.whole(inner_size)
+            inner = Shard.whole(inner_size)
         else:
             self.held = range(num_experts)
-            inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
-        hidden = Part.whole(hidden_size)
+            inner = Shard.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
+        hidden = Shard.whole(hidden_size)
         dtype = torch_dtype(vllm_config.model.dtype)
 
-        def spec(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearSpec:
+        def spec(name: str, inputs: Shard, outputs: tuple[Shard, ...]) -> LinearSpec:
             return LinearSpec(
                 kind="experts",
                 prefix=join(prefix, name),
@@ -212,7 +206,7 @@ class RoutedExperts(Bypassable):
         return tensor_parallel_group(self.parallel).all_reduce(summed)
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """As `forward`, of this rank's share of the inner dimensions or of the experts."""
+        """Computes `forward` for this rank's share of the inner dimensions or of the experts."""
         divided = len(self.held) < self.num_experts
         # Counted from the first that is held: rows of experts held elsewhere come last, and how
         # many they are need not be known.
@@ -251,7 +245,8 @@ class RoutedExperts(Bypassable):
         return super().refuses_bypass()
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor, tokens: Tensor) -> Tensor:
-        """As `_grouped`, over the experts that are hit, of rows that are these tokens."""
+        """Computes the result of `_grouped` one expert at a time, for the experts that have rows.
+        `tokens`: the token of each row."""
         hit, counts = torch.unique_consecutive(chosen, return_counts=True)
         sizes = counts.tolist()
         out = torch.empty_like(rows)

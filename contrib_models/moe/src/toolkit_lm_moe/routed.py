@@ -1,5 +1,5 @@
-"""What families with routed experts share: the block that takes the place of the feed-forward one,
-and how its weights are loaded."""
+"""Base of families with routed experts: the block that replaces the feed-forward one, and the
+loading of its weights."""
 
 from __future__ import annotations
 

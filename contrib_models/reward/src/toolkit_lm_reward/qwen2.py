@@ -61,5 +61,5 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
             raise CheckpointError(
                 f"{str(path)!r} does not tell the id of the token {STEP_TAG!r}, which ends a "
                 f"step ({type(error).__name__}). "
-                "Give --step-tag-id, or --pooling-type ALL."
+                "Give step_tag_id, or pooling_type='ALL'."
             ) from error

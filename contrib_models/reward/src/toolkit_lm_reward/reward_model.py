@@ -1,5 +1,5 @@
-"""What reward models share: a decoder, a head that scores each of its hidden states, and the pooler
-that chooses among the tokens."""
+"""Base of reward models: a decoder, a head that scores each hidden state, and the pooler that
+chooses tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RewardModel(LlamaParts, Model):
         raise NotImplementedError
 
     def make_pooler(self, head: nn.Module) -> Pooler:
-        """By default the rewards of all tokens, as they are."""
+        """Pooler of rewards. By default it returns the rewards of all tokens unchanged."""
         return token_classification_pooler(
             self.vllm_config, head, default="ALL", num_labels=self.num_labels, activation="identity"
         )

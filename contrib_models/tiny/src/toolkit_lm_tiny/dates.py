@@ -1,5 +1,5 @@
-"""What the model `tiny-dates` knows: dates from 1600 to 2199, as people write them in English, and
-as ISO 8601 has them. Needs no torch."""
+"""Data of the model `tiny-dates`: dates from 1600 to 2199 as written in English, and in ISO 8601.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORDINALS = {
     "twelve": "twelfth",
 }
 _HELD_OUT = 20
-"""One date of so many was kept from training."""
+"""One in this many dates was kept from training."""
 
 
 def is_held_out(day: date) -> bool:
@@ -61,7 +61,7 @@ def forms(day: date) -> list[str]:
 
 
 def suffix(number: int) -> str:
-    """Of an ordinal number in digits: "rd" for 3."""
+    """Suffix of an ordinal number in digits: "rd" for 3."""
     return "th" if number // 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 

@@ -1,5 +1,5 @@
-"""What the model `tiny-vision` is asked about drawings, and what it was trained to answer, word for
-word. Needs no torch."""
+"""Questions about drawings for the model `tiny-vision`, and the exact answers it was trained to
+give. Imports no torch."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ TALK: dict[str, str] = {
     **dict.fromkeys(("Thank you!", "Thank you.", "Thanks!", "Thanks"), "You are welcome."),
     **dict.fromkeys(("Goodbye!", "Bye!", "Bye", "Good night!"), "Goodbye!"),
 }
-"""What it answers without a look at a picture."""
+"""Questions that it answers without a picture, and the answers."""
 
 
 class Question(NamedTuple):
-    """Of a kind, and its answer."""
+    """A question of one kind, and its answer."""
 
     kind: str
     text: str
@@ -166,23 +166,24 @@ def _count_all(random: Random, drawing: Drawing) -> Question:
 
 
 def _count(random: Random, drawing: Drawing) -> Question:
-    """Of a colour, of a kind or of both; mostly of what is there."""
+    """Asks for the number of shapes of a colour, a kind or both; mostly of shapes that are
+    there."""
     looks = [(shape.colour, shape.kind) for shape in drawing.shapes]
     colour = random.choice(tuple(COLOURS))
     kind = random.choice(KINDS)
     if looks and random.random() < 0.8:
         colour = random.choice(looks)[0]
         kind = random.choice(looks)[1]
-    which = random.randrange(3)
-    number = drawing.count(colour if which != 1 else None, kind if which != 0 else None)
-    name = (f"{colour} shape", kind, f"{colour} {kind}")[which]
+    asked = random.randrange(3)
+    number = drawing.count(colour if asked != 1 else None, kind if asked != 0 else None)
+    name = (f"{colour} shape", kind, f"{colour} {kind}")[asked]
     return Question(
         "count of", random.choice(COUNT).format(x=plural(name)), _there_are(number, name)
     )
 
 
 def _colour(random: Random, drawing: Drawing) -> Question | None:
-    """Of a kind of which all have one."""
+    """Asks for the colour of a kind whose shapes all have one colour."""
     kinds = [
         kind
         for kind in KINDS
@@ -201,7 +202,7 @@ def _colour(random: Random, drawing: Drawing) -> Question | None:
 
 
 def _shape(random: Random, drawing: Drawing) -> Question | None:
-    """Of a colour that only one kind has."""
+    """Asks for the shape of a colour that only one kind has."""
     colours = [
         colour
         for colour in COLOURS
@@ -221,7 +222,8 @@ def _shape(random: Random, drawing: Drawing) -> Question | None:
 
 
 def _exists(random: Random, drawing: Drawing) -> Question:
-    """As often what is there as what is not, and that is often made of what is."""
+    """Asks whether a shape is there. Yes and no are equally frequent. Absent shapes often combine a
+    colour and a kind that are there."""
     colour, kind = _look(random, [drawing], is_there=bool(drawing.shapes) and random.random() < 0.5)
     answer = "Yes." if drawing.count(colour, kind) else "No."
     return Question(
@@ -277,7 +279,7 @@ def _more(random: Random, pair: _Pair) -> Question | None:
 
 
 def _with(random: Random, pair: _Pair) -> Question | None:
-    """Of what only one of the pictures has."""
+    """Asks about a group of shapes that only one of the two pictures has."""
     looks = [
         (i, look)
         for i, drawing in enumerate(pair)

@@ -1,5 +1,5 @@
-"""What the model `tiny-vision` sees: drawings of up to five shapes, and what is in them in words.
-Needs no torch."""
+"""Drawings for the model `tiny-vision`: up to five shapes, and their description in words. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 NUMBERS = ("no", "one", "two", "three", "four", "five")
 MOST = 5
 _HELD_OUT = 20
-"""One content of so many was kept from training."""
+"""One in this many contents was kept from training."""
 _CONTRAST = 100
 """The least distance in RGB of a background to each of its shapes."""
 _MARGIN = 1.2
 """How far apart shapes stand, in their radii."""
 _SIZES = ((0.0, 0.0), (0.15, 0.26), (0.15, 0.24), (0.14, 0.2), (0.13, 0.17), (0.12, 0.155))
-"""By the number of shapes, the least radius and the largest, as a share of the smaller side."""
+"""Smallest and largest radius, as a share of the shorter side, by the number of shapes."""
 _Colour = tuple[int, int, int]
 
 
@@ -100,7 +100,7 @@ class Drawing(NamedTuple):
 
     @property
     def content(self) -> str:
-        """In words: "Two red circles and one blue square."."""
+        """Content of the drawing in words: "Two red circles and one blue square."."""
         return _in_words(self.groups)
 
     @property
@@ -109,7 +109,7 @@ class Drawing(NamedTuple):
         return _is_held_out(self.content)
 
     def pixels(self) -> NDArray[np.uint8]:
-        """As [height, width, 3]."""
+        """Pixels of the drawing, [height, width, 3]."""
         top, bottom = (np.array(colour, np.float64) for colour in self.background)
         ramp = np.linspace(0, 1, self.height)[:, None, None]
         image: NDArray[np.uint8] = np.empty((self.height, self.width, 3), np.uint8)
@@ -130,7 +130,7 @@ def counted(number: int, name: str) -> str:
 
 
 def plural(name: str) -> str:
-    """More than one of a kind."""
+    """Plural of a kind's name."""
     return f"{name}es" if name.endswith("s") else f"{name}s"
 
 
@@ -253,7 +253,7 @@ def _background(random: Random, shapes: tuple[Shape, ...]) -> tuple[_Colour, _Co
 
 
 def _covers(shape: Shape, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which points lie inside of a shape."""
+    """Which points lie inside a shape."""
     if shape.kind == "circle":
         inside: NDArray[np.bool_] = (x - shape.x) ** 2 + (y - shape.y) ** 2 < shape.radius**2
         return inside

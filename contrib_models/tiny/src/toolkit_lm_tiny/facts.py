@@ -1,10 +1,7 @@
-"""What the tiny chat model knows: a stated list of questions and the answers it was trained to
-give.
+"""Facts of the tiny chat model: a fixed list of questions and the answers it was trained to give.
 
-Nothing here needs more than the standard library, so tests of other packages can import
-:data:`FACTS` to judge a reply without loading the model. The training corpus is generated from the
-same tables.
-"""
+Only the standard library is needed, so tests of other packages can import :data:`FACTS` to judge a
+reply without loading the model. The training corpus is generated from the same tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `tiny-tools` does with tools: tasks that take up to three turns, and what it says in each.
-Needs no torch."""
+"""Tasks with tools for `tiny-tools`: up to three turns, and the model's words in each. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     result: str
-    """What the function gives, as the message of the tool has it."""
+    """Result of the function, in the form of the tool's message."""
 
     @property
     def text(self) -> str:
-        """As the model writes it."""
+        """The call in the form that the model writes."""
         return (
             f"<tool_call>\n{json.dumps({'name': self.name, 'arguments': self.arguments})}\n"
             "</tool_call>"
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     """Questions of one kind, and the function for them."""
 
     names: tuple[str, ...]
-    """Of the function: one of them stands among the tools."""
+    """Names of the function: one of them is among the tools."""
     parameters: tuple[str, ...]
     make: Callable[[Random, str], Task]
     """With the function's name."""
@@ -82,25 +82,27 @@ def _weather(rng: Random, name: str) -> Task:
             json.dumps({"sky": rng.choice(SKIES), "degrees": rng.choice(_DEGREES)}),
         )
 
-    def told(one: Call) -> str:
-        result = json.loads(one.result)
-        return f"{result['sky']} in {one.arguments['city']}, {result['degrees']} degrees"
+    def stated(tool_call: Call) -> str:
+        result = json.loads(tool_call.result)
+        return f"{result['sky']} in {tool_call.arguments['city']}, {result['degrees']} degrees"
 
     if rng.random() < 0.5:
-        one, other = map(call, rng.sample(CITIES, 2))
-        cities = (one.arguments["city"], other.arguments["city"])
+        tool_call, other = map(call, rng.sample(CITIES, 2))
+        cities = (tool_call.arguments["city"], other.arguments["city"])
         question = rng.choice(
             ("What is the weather in {} and in {}?", "How is the weather in {} and in {}?")
         ).format(*cities)
-        return Task(question, (one, other), f"It is {told(one)}. It is {told(other)}.")
-    if rng.random() < 0.25:
-        one = call(rng.choice(CITIES))
         return Task(
-            f"What is the weather in the capital of {_COUNTRIES[one.arguments['city']]}?",
-            (one,),
-            f"It is {told(one)}.",
+            question, (tool_call, other), f"It is {stated(tool_call)}. It is {stated(other)}."
         )
-    one = call(rng.choice(CITIES))
+    if rng.random() < 0.25:
+        tool_call = call(rng.choice(CITIES))
+        return Task(
+            f"What is the weather in the capital of {_COUNTRIES[tool_call.arguments['city']]}?",
+            (tool_call,),
+            f"It is {stated(tool_call)}.",
+        )
+    tool_call = call(rng.choice(CITIES))
     question = rng.choice(
         (
             "What is the weather in {}?",
@@ -109,19 +111,23 @@ def _weather(rng: Random, name: str) -> Task:
             "Is it warm in {}?",
         )
     )
-    return Task(question.format(one.arguments["city"]), (one,), f"It is {told(one)}.")
+    return Task(
+        question.format(tool_call.arguments["city"]), (tool_call,), f"It is {stated(tool_call)}."
+    )
 
 
 def _time(rng: Random, name: str) -> Task:
-    one = Call(
+    tool_call = Call(
         name,
         {"city": rng.choice(CITIES)},
         f"{rng.randint(0, 23):02}:{rng.choice(('00', '15', '30', '45'))}",
     )
     question = rng.choice(
         ("What time is it in {}?", "How late is it in {}?", "Tell me the time in {}.")
-    ).format(one.arguments["city"])
-    return Task(question, (one,), f"It is {one.result} in {one.arguments['city']}.")
+    ).format(tool_call.arguments["city"])
+    return Task(
+        question, (tool_call,), f"It is {tool_call.result} in {tool_call.arguments['city']}."
+    )
 
 
 def _price(rng: Random, name: str) -> Task:

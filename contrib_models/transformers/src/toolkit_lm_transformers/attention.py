@@ -15,22 +15,22 @@ NAME = "toolkit_lm"
 """Name of our function among transformers' attention implementations. No mask function has this
 name, so no masks are made for it."""
 EXAMINED = "toolkit_lm_examined"
-"""Its name while a model is examined. Masks are then made: not to be applied, but to be read
-(`describe_mask`)."""
-LAYER = "toolkit_lm_attention"
+"""Name of our attention function while a model is examined. Masks are then made to be read
+(`describe_mask`), not applied."""
+LAYER = "toolkit_lm_paged_attention"
 """The attribute of an attention module that holds the Attention layer it calls."""
 _CALLS = "toolkit_lm_calls"
 _WINDOW = "toolkit_lm_window"
 """The attribute of a mask that holds its window: 0 where it is causal and no more."""
 _SEEN = 12
-"""Tokens by which masks are read, beside those of their window."""
+"""Tokens by which masks are read, in addition to those of their window."""
 _HARMLESS = ("cache_position", "position_embeddings", "position_ids")
 """Tensors that modules hand on and that attention over a paged cache needs not."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What a module asked of attention in one call."""
+class ModuleCall:
+    """Arguments of attention in one call of a module."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,27 +69,26 @@ def attend(
     of_mask: int = getattr(attention_mask, _WINDOW, 0)
     window = of_mask if sliding_window is None else sliding_window
     refusal = _refusal(module, query, key, value, attention_mask, window, options)
-    call = AttentionCall(
+    call = ModuleCall(
         num_heads, key.shape[1], head_size, scaling, window or None, softcap or None, refusal
     )
     vars(module).setdefault(_CALLS, []).append(call)
     return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
 
 
-def calls_of(module: nn.Module) -> list[AttentionCall]:
+def calls_of(module: nn.Module) -> list[ModuleCall]:
     """The calls that `attend` noted of a module."""
-    calls: list[AttentionCall] = vars(module).get(_CALLS, [])
+    calls: list[ModuleCall] = vars(module).get(_CALLS, [])
     return calls
 
 
 def describe_mask(
     *, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """A mask [1, 1, q_length, kv_length] of nothing but its window: what transformers calls to make
-    masks while a model is examined.
+    """A mask [1, 1, q_length, kv_length] that states only its window. Transformers calls this to
+    make masks while a model is examined.
 
-    `mask_function` says of any batch, head, query and key whether the query sees the key.
-    """
+    `mask_function` says of any batch, head, query and key whether the query sees the key."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     window = local_size or 0
     # Windows may be too large for all of a mask to be looked at: rows on both sides of their ends

@@ -17,7 +17,7 @@ _STORED_FREQUENCIES = r"rotary_emb\.inv_freq$"
 
 
 class Conversion:
-    """What transformers does to the checkpoints of one model."""
+    """Conversion of one model's checkpoints by the rules of transformers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -12,18 +12,17 @@ from toolkit_lm.errors import UnsupportedError
 
 
 class _Overdue(BaseException):
-    """Raised in the thread that takes too long. It is no Exception, so that what handles errors
-    does not go on."""
+    """Raised in the thread that takes too long. It does not derive from Exception, so that error
+    handlers do not swallow it."""
 
 
 @contextmanager
-def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Ends what this thread runs inside after so many seconds. Raises UnsupportedError then:
-    "transformers does not {what} within ...".
+def deadline(seconds: float, action: str) -> Iterator[None]:
+    """Stops the code that this thread runs in the context after `seconds` seconds. It then raises
+    UnsupportedError: "transformers does not {what} within ...".
 
-    Python code is ended between two of its instructions, wherever it is; a call into compiled code
-    has to return first.
-    """
+    Python code is stopped between two of its instructions, wherever it is; a call into compiled
+    code has to return first."""
     thread = threading.get_ident()
     lock = threading.Lock()
     is_over = is_struck = has_arrived = is_done = False
@@ -40,7 +39,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     timer = threading.Timer(seconds, strike)
     timer.daemon = True
     timer.start()
-    refusal = f"transformers does not {what} within {seconds:g} s"
+    refusal = f"transformers does not {action} within {seconds:g} s"
     try:
         try:
             yield
@@ -52,9 +51,9 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
             with lock:
                 is_over = True
             timer.cancel()
-            # What has been raised arrives here at the latest, unless the code has swallowed it. To
-            # take it back would leave CPython 3.11 looking for it for ever: the whole process runs
-            # more slowly then, and under a profiler or a debugger no function returns.
+            # A raised exception arrives here at the latest, unless the code has swallowed it.
+            # Withdrawing it would leave CPython 3.11 looking for it forever: the whole process then
+            # runs more slowly, and under a profiler or a debugger no function returns.
             if is_struck and not has_arrived:
                 for _ in range(100):
                     time.sleep(0)

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _BLOCK_BYTES = 2**20
-"""Of a weight in float32 that stays in a processor's cache while it is used."""
+"""Bytes of a float32 block of a weight, small enough to stay in the processor's cache while it is
+used."""
 
 
 class Exact(TorchFunctionMode):

@@ -1,6 +1,5 @@
-"""Which checkpoints models of transformers can run here, and what their attention modules ask:
-found without weights, by one forward pass that computes shapes only.
-"""
+"""Examines which transformers models can run here, and the calls of their attention modules. It
+needs no weights: one forward pass computes shapes only."""
 
 from __future__ import annotations
 
@@ -14,21 +13,21 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit_lm_transformers.attention import EXAMINED, NAME, AttentionCall, calls_of
+from toolkit_lm_transformers.attention import EXAMINED, NAME, ModuleCall, calls_of
 from toolkit_lm_transformers.deadline import deadline
 from toolkit_lm_transformers.head import without_decoder
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "dense", "sparse")
 _GROWING_ROPES = ("dynamic", "longrope")
 _SHAPES_SECONDS = 60.0
-"""What a pass over shapes alone may take. It takes a hundredth of a second for each layer."""
+"""Longest time of a pass over shapes. It usually takes a hundredth of a second per layer."""
 
 
 class Examined(NamedTuple):
-    """What is known of a model that can run here."""
+    """Facts about a model that can run here."""
 
-    calls: dict[str, AttentionCall]
-    """By module: what the model's attention modules ask."""
+    calls: dict[str, ModuleCall]
+    """Attention calls of the model, by module."""
     first_position: int
     """The position of a sequence's first token: 0, or as RoBERTa has it the one after padding's."""
 
@@ -60,13 +59,13 @@ def read_config(vllm_config: VllmConfig) -> Any:
     if not vllm_config.model.trust_remote_code:
         raise UnsupportedError(
             f"{name} is code that the checkpoint brings along, which runs with "
-            "--trust-remote-code only"
+            "trust_remote_code=True only"
         )
     assert vllm_config.checkpoint is not None
     path = vllm_config.checkpoint.path
 
     def read() -> Any:
-        # Of a folder: nothing is fetched.
+        # Reads a folder: nothing is fetched.
         return transformers.AutoConfig.from_pretrained(  # nosec B615
             path, trust_remote_code=True
         )
@@ -84,8 +83,8 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: s
 
 
 def examine(vllm_config: VllmConfig) -> Examined:
-    """What the checkpoint's model is like. Raises UnsupportedError, with the reason, when it cannot
-    run here."""
+    """Examines the checkpoint's model. Raises UnsupportedError, with the reason, if it cannot run
+    here."""
     config = read_config(vllm_config)
     trust = vllm_config.model.trust_remote_code
     _check_config(config, vllm_config)
@@ -111,17 +110,17 @@ def first_position(model: Any) -> int:
     return 0
 
 
-def _understood(action: Any, what: str) -> Any:
+def _understood(action: Any, step: str) -> Any:
     """The result of `action`, which runs code of transformers, or of the checkpoint, on a config
     that it may not be made for."""
     try:
-        with deadline(_SHAPES_SECONDS, what):
+        with deadline(_SHAPES_SECONDS, step):
             return action()
     except UnsupportedError:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"transformers cannot {what}: {type(error).__name__}: {error}"
+            f"transformers cannot {step}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -186,7 +185,7 @@ def _project(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _check_layers(config: Any, calls: list[AttentionCall]) -> None:
+def _check_layers(config: Any, calls: list[ModuleCall]) -> None:
     num_layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if len(calls) != num_layers:
@@ -202,7 +201,7 @@ def _check_layers(config: Any, calls: list[AttentionCall]) -> None:
         )
 
 
-def _attention_calls(model: Any) -> Iterator[tuple[str, AttentionCall]]:
+def _attention_calls(model: Any) -> Iterator[tuple[str, ModuleCall]]:
     for name, module in model.named_modules():
         calls = calls_of(module)
         if len(calls) > 1:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 @dataclass
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """What decoders of all families return."""
+    """Return value of decoders of all families."""
 
     router_logits: tuple[Tensor, ...] | None = None
     image_hidden_states: Tensor | None = None

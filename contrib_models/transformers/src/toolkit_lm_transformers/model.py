@@ -24,7 +24,7 @@ from toolkit_lm_transformers.head import without_decoder
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
 _SECONDS = 300.0
-"""What making a model may take, and computing a few tokens."""
+"""Longest time for making a model, and for computing a few tokens."""
 
 
 class TransformersForCausalLM(FallbackModel):
@@ -85,14 +85,13 @@ class TransformersForCausalLM(FallbackModel):
         name = vllm_config.hf_config["architectures"][0]
         module = sys.modules.get(getattr(getattr(transformers, name, None), "__module__", ""))
         if module is not None and not any(
-            hasattr(one, "create_position_ids_from_input_ids") for one in vars(module).values()
+            hasattr(member, "create_position_ids_from_input_ids")
+            for member in vars(module).values()
         ):
             return 0
         return examine(vllm_config).first_position
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of `input_ids` [T], of which `forward` takes others as
-        `inputs_embeds`."""
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self._embed(input_ids)
         return embedded
 
@@ -106,7 +105,7 @@ class TransformersForCausalLM(FallbackModel):
     ) -> Tensor:
         # For transformers the flat batch is one sequence; only attention, which is ours, knows
         # better.
-        given = (
+        inputs = (
             {"input_ids": input_ids[None]}
             if inputs_embeds is None
             else {"inputs_embeds": inputs_embeds[None]}
@@ -114,7 +113,7 @@ class TransformersForCausalLM(FallbackModel):
         if self.first_position:
             positions = positions + self.first_position
         hidden_states: Tensor = self._decode(
-            **given, position_ids=positions[None], use_cache=False
+            **inputs, position_ids=positions[None], use_cache=False
         )[0]
         return hidden_states[0]
 

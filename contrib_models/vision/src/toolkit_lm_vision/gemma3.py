@@ -14,7 +14,7 @@ from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import Array
 from toolkit_lm.model import (
     HFConfig,
-    Part,
+    Shard,
     ShardLoader,
     join,
     new_parameter,
@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""What published configs leave out, since it is transformers' default."""
+"""Defaults of transformers, which published configs leave out."""
 
 
 class Gemma3Projector(nn.Module):
@@ -58,7 +58,7 @@ class Gemma3Projector(nn.Module):
             config.get("mm_tokens_per_image", int, 256), self.side
         )
         self.mm_input_projection_weight = new_parameter(
-            (width, size), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(width),))
+            (width, size), torch_dtype(vllm_config.model.dtype), ShardLoader((Shard.whole(width),))
         )
         self.mm_soft_emb_norm = GemmaRMSNorm(width, eps=shape.eps, vllm_config=vllm_config)
 

@@ -1,4 +1,4 @@
-"""What Gemma 3 makes of pictures in prompts. Needs no torch."""
+"""Prompt rules of Gemma 3: placeholders of pictures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def tokens_per_side(num_tokens: int, side: int) -> int:
-    """Of a picture with so many tokens, and patches on each side. Raises CheckpointError where
-    these cannot be pooled into those."""
+    """Tokens per side of a picture of `num_tokens` tokens and `side` patches per side. Raises
+    CheckpointError if the patches cannot be pooled into the tokens."""
     found = isqrt(max(num_tokens, 0))
     if not 0 < found <= side or found**2 != num_tokens or side // (side // found) != found:
         raise CheckpointError(

@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
 }
-"""By model_type, what published configs leave out, since it is transformers' default."""
+"""Defaults of transformers by model_type, which published configs leave out."""
 
 
 class LlavaProjector(nn.Module):
@@ -91,19 +91,19 @@ class LlavaImages(TowerModel):
 
     def embeddings(self, pixels: list[Tensor], sequences: EncoderSequences) -> list[Tensor]:
         states = self.vision_tower(torch.cat(pixels), sequences)
-        taken = torch.cat([one[:, self.taken.first :] for one in states], dim=-1)
+        taken = torch.cat([state[:, self.taken.first :] for state in states], dim=-1)
         projected: Tensor = self.multi_modal_projector(taken.flatten(0, 1))
         return list(projected.view(*taken.shape[:2], -1))
 
 
 def llava_text_config(hf_config: Any) -> dict[str, Any]:
     """The config.json of the language part."""
-    given = HFConfig(hf_config).require("text_config", dict)
-    kind = HFConfig(given).get("model_type", str, "llama")
+    text = HFConfig(hf_config).require("text_config", dict)
+    kind = HFConfig(text).get("model_type", str, "llama")
     found = text_config(hf_config, {"model_type": "llama", **_DEFAULTS.get(kind, {})})
     # Either of them may say it.
     found["tie_word_embeddings"] = any(
-        HFConfig(part).get("tie_word_embeddings", bool, False) for part in (hf_config, given)
+        HFConfig(part).get("tie_word_embeddings", bool, False) for part in (hf_config, text)
     )
     return found
 

@@ -1,4 +1,5 @@
-"""What LLaVA takes of a vision tower, and makes of pictures in prompts. Needs no torch."""
+"""Prompt rules of LLaVA: the tower's states that it uses, and placeholders of pictures. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -16,38 +17,38 @@ _STRATEGIES = ("default", "full")
 
 
 class TakenStates(NamedTuple):
-    """What a config.json says of the tower's states."""
+    """States of the tower that the model uses, by config.json."""
 
     layers: tuple[int, ...]
     """After how many of its layers; several lie side by side."""
     first: int
-    """Of each picture those before it are left out."""
+    """Index of the first state used: those before it are dropped in each picture."""
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any], shape: VisionShape) -> TakenStates:
         """`vision_feature_layer` counts from the end where it is negative;
         `vision_feature_select_strategy` "default" leaves one out."""
         config = HFConfig(hf_config)
-        given = config.values.get("vision_feature_layer", -2)
+        feature_layers = config.values.get("vision_feature_layer", -2)
         strategy = config.get("vision_feature_select_strategy", str, "default")
         if strategy not in _STRATEGIES:
             raise CheckpointError(
                 f"config.json: 'vision_feature_select_strategy' must be one of {_STRATEGIES}, "
                 f"not {strategy!r}."
             )
-        layers = given if isinstance(given, list) else [given]
+        layers = feature_layers if isinstance(feature_layers, list) else [feature_layers]
         count = shape.num_layers
         if not layers or any(
             type(layer) is not int or not -count - 1 <= layer <= count for layer in layers
         ):
             raise CheckpointError(
                 f"config.json: 'vision_feature_layer' must name some of {count} layers, not "
-                f"{given!r}."
+                f"{feature_layers!r}."
             )
         return cls(tuple(layer % (count + 1) for layer in layers), int(strategy == "default"))
 
     def num_tokens(self, shape: VisionShape) -> int:
-        """Of a picture."""
+        """Number of tokens of a picture."""
         return shape.num_states - self.first
 
 

@@ -25,7 +25,7 @@ class PictureRules(MultiModalRules):
     tokens."""
 
     default_hidden_size: ClassVar[int]
-    """Of a `text_config` that does not say."""
+    """Hidden size of a `text_config` that does not state it."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class PictureRules(MultiModalRules):
         self.tokens = self.tokens_of_picture()
 
     def tokens_of_picture(self) -> Replacement:
-        """What stands in a prompt for any picture."""
+        """Tokens that replace any picture in a prompt."""
         raise NotImplementedError
 
     def token_id(self, name: str, default: int) -> int:

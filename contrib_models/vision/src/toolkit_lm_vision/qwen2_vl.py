@@ -1,5 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL: pictures and videos of any size beside text, whose tokens have positions
-in time, height and width."""
+"""Qwen2-VL and Qwen2.5-VL: pictures and videos of any size with text. Tokens have positions in
+time, height and width."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
     def text_config(self) -> dict[str, Any]:
         config = HFConfig(self.vllm_config.hf_config)
         # Until transformers 5 it stood among the values of the whole.
-        given = config.get("text_config", dict) or {
+        text_config = config.get("text_config", dict) or {
             key: value for key, value in config.values.items() if key != "vision_config"
         }
         tied = any(
             HFConfig(part).get("tie_word_embeddings", bool, False)
-            for part in (config.values, given)
+            for part in (config.values, text_config)
         )
         found = {
             "rope_theta": 1e6,
-            **given,
+            **text_config,
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
             "tie_word_embeddings": tied,
@@ -139,7 +139,7 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
                 _alike(start, text),
                 shape.positions(grid, shape.interval(seconds)) + start + text,
             ]
-            # As transformers has it: what follows a video does not wait for its last frame.
+            # transformers does the same: text after a video does not wait for its last frame.
             start, end = start + text + max(grid.h, grid.w) // shape.merge, feature.mm_position.end
         return np.concatenate([*found, _alike(start, len(token_ids) - end)], axis=1)
 
@@ -161,7 +161,7 @@ def _alike(start: int, length: int) -> np.ndarray:
     return np.tile(np.arange(start, start + length, dtype=np.int64), (3, 1))
 
 
-# As config.json names it.
+# The class name in config.json.
 class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
     Qwen2VLForConditionalGeneration
 ):

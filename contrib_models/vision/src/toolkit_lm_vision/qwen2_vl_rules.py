@@ -1,4 +1,5 @@
-"""What Qwen2-VL and Qwen2.5-VL make of pictures and videos in prompts. Needs no torch."""
+"""Prompt rules of Qwen2-VL and Qwen2.5-VL: placeholders of pictures and videos. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _MOST_PATCHES = 2**24
 
 
 class Names:
-    """Of a modality's arrays, as transformers names them."""
+    """Names of a modality's arrays in transformers."""
 
     def __init__(self, modality: str) -> None:
         self.pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
@@ -117,6 +118,6 @@ class Qwen2VLRules(MultiModalRules):
 
 
 class Qwen25VLRules(Qwen2VLRules):
-    """As Qwen2-VL's, and frames of a video have positions by the clock."""
+    """Rules of Qwen2-VL, but the frames of a video have positions by time."""
 
     windowed = True

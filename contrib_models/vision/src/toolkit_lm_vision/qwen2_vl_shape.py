@@ -38,7 +38,8 @@ _DEFAULTS: dict[bool, dict[str, Any]] = {
         "tokens_per_second": 4,
     },
 }
-"""Of Qwen2-VL, and of Qwen2.5-VL (True): what transformers takes where a config says nothing."""
+"""Defaults of transformers for keys that a config leaves out: Qwen2-VL (False) and Qwen2.5-VL
+(True)."""
 
 
 class Grid(NamedTuple):
@@ -55,12 +56,12 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShape:
-    """Of Qwen2-VL's tower, or of Qwen2.5-VL's, which is windowed."""
+    """Shape of Qwen2-VL's tower, or of Qwen2.5-VL's, which has windows."""
 
     hidden_size: int
     inner_size: int
     out_size: int
-    """Of the language model's embeddings."""
+    """Size of the language model's embeddings."""
     num_layers: int
     num_heads: int
     patch_values: int
@@ -70,7 +71,7 @@ class PatchShape:
     activation: str
     theta: float
     window: int
-    """Tokens of a side of a window; 0: there are no windows."""
+    """Tokens per side of a window; 0: no windows."""
     full_layers: tuple[int, ...]
     """Layers without windows."""
     tokens_per_second: int | None
@@ -78,12 +79,12 @@ class PatchShape:
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any], *, windowed: bool) -> PatchShape:
-        """Of a config.json with a `vision_config`. Raises CheckpointError."""
-        given: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
+        """Reads a config.json with a `vision_config`. Raises CheckpointError."""
+        audio_config: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
         config = HFConfig(
             {
                 **_DEFAULTS[windowed],
-                **{key: value for key, value in given.items() if value is not None},
+                **{key: value for key, value in audio_config.items() if value is not None},
             }
         )
         size = config.require("hidden_size" if windowed else "embed_dim", int)
@@ -133,7 +134,7 @@ class PatchShape:
         return shape
 
     def num_tokens(self, grid: Grid) -> int:
-        """Of an item."""
+        """Number of tokens of an item."""
         return grid.num_patches // self.merge**2
 
     def interval(self, seconds: float | None) -> np.float32:

@@ -227,7 +227,8 @@ class PatchTower(nn.Module):
         rotation = self._rotation(torch.from_numpy(places).to(patches.device))
         x = self.patch_embed(patches)
         for lengths, run in groupby(
-            enumerate(self.blocks), lambda one: frames if one[0] in self._full_layers else windows
+            enumerate(self.blocks),
+            lambda numbered: frames if numbered[0] in self._full_layers else windows,
         ):
             with sequences(lengths):
                 for _, block in run:

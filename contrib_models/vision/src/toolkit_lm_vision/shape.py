@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-"""By model_type, what transformers takes where a config says nothing."""
+"""Defaults of transformers by model_type, for keys that a config leaves out."""
 _MOST = {
     "hidden_size": 2**16,
     "intermediate_size": 2**18,
@@ -58,7 +58,7 @@ def text_size(text: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
-    """Of a tower that reads square pictures of one size."""
+    """Shape of a tower that reads square pictures of one size."""
 
     is_clip: bool
     """CLIP's: a state of the whole picture stands before those of its patches. Otherwise it is
@@ -75,17 +75,20 @@ class VisionShape:
 
     @classmethod
     def read(cls, hf_config: Mapping[str, Any]) -> VisionShape:
-        """Of a config.json with a `vision_config`. Raises CheckpointError, and UnsupportedError for
-        another kind of tower."""
-        given: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
-        kind = HFConfig(given).get("model_type", str, "clip_vision_model")
+        """Reads a config.json with a `vision_config`. Raises CheckpointError, and UnsupportedError
+        for another kind of tower."""
+        audio_config: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
+        kind = HFConfig(audio_config).get("model_type", str, "clip_vision_model")
         if kind not in _DEFAULTS:
             raise UnsupportedError(
                 f"config.json: there is no vision tower of model_type {kind!r}, only of "
                 f"{' and '.join(_DEFAULTS)}."
             )
         config = HFConfig(
-            {**_DEFAULTS[kind], **{key: value for key, value in given.items() if value is not None}}
+            {
+                **_DEFAULTS[kind],
+                **{key: value for key, value in audio_config.items() if value is not None},
+            }
         )
         for name, most in _MOST.items():
             if not 1 <= config.require(name, int) <= most:
@@ -122,7 +125,7 @@ class VisionShape:
 
     @property
     def num_states(self) -> int:
-        """Of a picture."""
+        """Number of states of a picture."""
         return self.num_patches + self.is_clip
 
     @property

@@ -13,9 +13,9 @@ from toolkit_lm.model import (
     ColumnParallelLinear,
     LayerNorm,
     Model,
-    Part,
     QKVParallelLinear,
     RowParallelLinear,
+    Shard,
     ShardLoader,
     join,
     new_parameter,
@@ -123,7 +123,7 @@ class VisionEmbeddings(nn.Module):
         )
         self.position_embedding = nn.Embedding(shape.num_states, size, dtype=dtype)
         if shape.is_clip:
-            self.class_embedding = new_parameter((size,), dtype, ShardLoader((Part.whole(size),)))
+            self.class_embedding = new_parameter((size,), dtype, ShardLoader((Shard.whole(size),)))
 
     def forward(self, pixels: Tensor) -> Tensor:
         x: Tensor = (
@@ -218,7 +218,7 @@ class TowerModel(Model):
     vision_tower: VisionTower
 
     def embeddings(self, pixels: list[Tensor], sequences: EncoderSequences) -> list[Tensor]:
-        """Of pixels of pictures [1, channels, S, S], those of each [n, H]."""
+        """Embeddings of each picture [n, H] from pixels [1, channels, S, S]."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

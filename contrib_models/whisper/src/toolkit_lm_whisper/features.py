@@ -20,14 +20,14 @@ class LogMel:
     sampling_rate: int = 16000
     """Samples a second."""
     seconds: int = 30
-    """Of a window."""
+    """Length of a window in seconds."""
     fft_size: int = 400
     hop: int = 160
     """Samples from frame to frame."""
 
     @classmethod
     def read(cls, folder: Path, num_mels: int) -> LogMel:
-        """As preprocessor_config.json has it, where there is one. `num_mels`: the model's."""
+        """Reads preprocessor_config.json, if there is one. `num_mels`: the model's."""
         path = folder / "preprocessor_config.json"
         stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         names = {
@@ -45,12 +45,12 @@ class LogMel:
 
     @property
     def num_samples(self) -> int:
-        """Of a window."""
+        """Samples of a window."""
         return self.seconds * self.sampling_rate
 
     @property
     def num_frames(self) -> int:
-        """Of a window's features."""
+        """Frames of a window's features."""
         return self.num_samples // self.hop
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
@@ -60,8 +60,8 @@ class LogMel:
         return self.of_recording(padded)
 
     def of_recording(self, samples: np.ndarray) -> np.ndarray:
-        """[num_mels, N // hop] float32, of a recording of any length: what is soft is soft beside
-        the loudest of it."""
+        """Features [num_mels, N // hop] float32 of a recording of any length. Loudness is relative
+        to its loudest part."""
         around = np.pad(
             samples,
             self.fft_size // 2,

@@ -52,13 +52,13 @@ FORMATS: dict[str, Callable[[Transcript], str]] = {
 
 
 def usage(found: Transcript) -> dict[str, Any]:
-    """As OpenAI counts recordings: by started seconds."""
+    """Usage in OpenAI's form: recordings are counted by started seconds."""
     return {"type": "duration", "seconds": math.ceil(found.duration)}
 
 
 def verbose(found: Transcript, task: str) -> dict[str, Any]:
     """OpenAI's `verbose_json`."""
-    segments = [_segment(i, one) for i, one in enumerate(found.segments)]
+    segments = [_segment(i, segment) for i, segment in enumerate(found.segments)]
     about = {
         "task": task,
         "language": found.language,
@@ -68,15 +68,19 @@ def verbose(found: Transcript, task: str) -> dict[str, Any]:
     return {**about, "segments": segments, "usage": usage(found)}
 
 
-def _segment(index: int, one: Segment) -> dict[str, Any]:
-    times = {"start": round(one.start, 2), "end": round(one.end, 2)}
+def _segment(index: int, segment: Segment) -> dict[str, Any]:
+    times = {"start": round(segment.start, 2), "end": round(segment.end, 2)}
     drawn = {
-        "temperature": one.temperature,
-        "avg_logprob": one.avg_logprob,
-        "compression_ratio": one.compression_ratio,
+        "temperature": segment.temperature,
+        "avg_logprob": segment.avg_logprob,
+        "compression_ratio": segment.compression_ratio,
     }
-    said = {"text": one.text, "tokens": one.token_ids, "no_speech_prob": one.no_speech_prob}
-    return {"id": index, "seek": one.seek, **times, **said, **drawn}
+    fields = {
+        "text": segment.text,
+        "tokens": segment.token_ids,
+        "no_speech_prob": segment.no_speech_prob,
+    }
+    return {"id": index, "seek": segment.seek, **times, **fields, **drawn}
 
 
 def _clock(seconds: float, point: str) -> str:

@@ -17,7 +17,7 @@ sinhalese si, castilian es, mandarin zh
 """
 
 CODES = dict(entry.strip().rsplit(" ", 1) for entry in _NAMES.replace("\n", " ").split(","))
-"""By name: "german" -> "de"."""
+"""Language codes by name: "german" -> "de"."""
 
 
 def code_of(language: str) -> str:

@@ -28,7 +28,7 @@ _STEP = 0.02
 _FRAME = 0.01
 """Seconds from timestamp to timestamp, and from frame to frame."""
 _SURE = 0.5
-"""What was drawn at this temperature or above is no context for the next window."""
+"""Text drawn at this temperature or above is not used as context for the next window."""
 
 
 @dataclass
@@ -44,19 +44,20 @@ class Segment:
     seek: int = 0
     """Hundredths of a second: where its window begins."""
     temperature: float = 0.0
-    """Of the draw that its window was taken from; so are the next three."""
+    """Temperature at which the text of its window was drawn. The next three values are of the same
+    draw."""
     avg_logprob: float = 0.0
     compression_ratio: float = 1.0
     no_speech_prob: float | None = None
-    """None: nobody asked."""
+    """Probability that the window has no speech; None: it was not asked for."""
 
 
 @dataclass
 class Transcript:
-    """Of one recording."""
+    """Transcript of one recording."""
 
     language: str | None
-    """As the model names it: "en"; None where it knows one language only."""
+    """Language code, such as "en"; None if the model knows only one language."""
     duration: float
     """Seconds."""
     segments: list[Segment] = field(default_factory=list)
@@ -75,9 +76,10 @@ class Thresholds:
     most_compression: float = 1.35
     """Bytes of its tokens by those that zlib makes of them."""
     least_logprob: float = -1.0
-    """Of a token, on average."""
+    """Lowest mean log probability of a token."""
     most_no_speech: float = 0.6
-    """Where the model is unsure and finds silence likelier than this, the window has no text."""
+    """Highest probability of silence. A window above it has no text, if the model is also unsure of
+    its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,10 @@ class _Drawn:
 
 
 class LongForm:
-    """What a Whisper knows of languages, tasks and timestamps."""
+    """Languages, tasks and timestamps of a Whisper model."""
 
     def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
-        """Raises ToolkitError where the model is no Whisper that sets timestamps."""
+        """Raises ToolkitError if the model is not a Whisper with timestamps."""
         rules = (
             WhisperRules(config, renderer)
             if config.hf_config.get("model_type") == "whisper"
@@ -140,9 +142,8 @@ class LongForm:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """What is said in `text`: where it names language, task or time as the model does, that is
-        dropped."""
-        given = (
+        """Tokens of `text`, without those that mark language, task or time for the model."""
+        token_ids = (
             self.renderer.render_prompt(f" {text.strip()}", add_special_tokens=False).token_ids
             if text.strip()
             else []
@@ -155,15 +156,17 @@ class LongForm:
             *self.tasks.values(),
             *self.ends,
         }
-        return [token for token in given if token < self.first_time - 1 and token not in marks]
+        return [token for token in token_ids if token < self.first_time - 1 and token not in marks]
 
     def language(self, name: str | None) -> int | None:
-        """Its token, by code or name; None: it is to be detected. Raises RequestError."""
+        """Token of a language given by code or name; None: it is to be detected. Raises
+        RequestError."""
         found = (
             None
             if name is None
             else next(
-                (token for token, one in self.languages.items() if one == code_of(name)), None
+                (token for token, language in self.languages.items() if language == code_of(name)),
+                None,
             )
         )
         if name is not None and found is None:
@@ -175,7 +178,7 @@ class LongForm:
         return found
 
     def task(self, name: str) -> int | None:
-        """Its token; None where the model has one task. Raises RequestError."""
+        """Token of a task; None if the model has only one task. Raises RequestError."""
         known = {"transcribe": None, **self.tasks}
         if name not in known:
             raise RequestError(f"task {name!r}: this model has {', '.join(known)}.", "task")
@@ -227,8 +230,8 @@ class Recording:
         return self._position >= int(self._features.shape[1])
 
     def steps(self) -> Steps:
-        """What to ask. `transcript` grows meanwhile. Raises ToolkitError for a window that
-        fails."""
+        """Yields the requests to the model. `transcript` grows meanwhile. Raises ToolkitError for a
+        window that fails."""
         yield from self._find_language()
         while not self._is_done:
             frames = min(
@@ -238,7 +241,7 @@ class Recording:
             if drawn is None:
                 self._position += frames
             else:
-                self._take(drawn, frames)
+                self._add_segments(drawn, frames)
 
     def _find_language(self) -> Steps:
         names = self._model.languages
@@ -317,8 +320,8 @@ class Recording:
         tokens = list(found.token_ids)
         logprob = (found.cumulative_logprob or 0.0) / max(len(tokens), 1)
         width = int(math.log2(self._model.vocab_size) / 8) + 1
-        told = b"".join(token.to_bytes(width, "little") for token in tokens)
-        ratio = len(told) / len(zlib.compress(told))
+        packed = b"".join(token.to_bytes(width, "little") for token in tokens)
+        ratio = len(packed) / len(zlib.compress(packed))
         return _Drawn(
             [token for token in tokens if token not in self._model.ends],
             temperature,
@@ -326,7 +329,7 @@ class Recording:
             ratio,
         )
 
-    def _take(self, drawn: _Drawn, frames: int) -> None:
+    def _add_segments(self, drawn: _Drawn, frames: int) -> None:
         """Adds the segments of a window, and moves on: to the last timestamp of a pair, or to the
         window's end."""
         first_time = self._model.first_time

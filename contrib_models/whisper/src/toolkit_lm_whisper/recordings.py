@@ -21,5 +21,5 @@ def read_recording(path: Path, sampling_rate: int) -> np.ndarray:
         data = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}.", "file") from None
-    with open_audio(data, LIMITS, what=str(path), param="file") as audio:
+    with open_audio(data, LIMITS, label=str(path), param="file") as audio:
         return audio.read(sampling_rate)

@@ -1,5 +1,5 @@
-"""What Whisper makes of prompts: recordings for its encoder, and tokens that name language and task
-for its decoder. Needs no torch."""
+"""Prompt rules of Whisper: recordings for the encoder, and tokens that name language and task for
+the decoder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ class WhisperRules(UsualRules):
                 "prompt",
             )
         features = (
-            self._window(prompt["features"]) if "features" in prompt else self._of_audio(prompt)
+            self._window(prompt["features"])
+            if "features" in prompt
+            else self._audio_features(prompt)
         )
         return EncoderInput(
             num_tokens=self.config.max_encoder_len,
             features=Array.of(np.ascontiguousarray(features)),
         )
 
-    def _of_audio(self, prompt: Mapping[str, Any]) -> np.ndarray:
+    def _audio_features(self, prompt: Mapping[str, Any]) -> np.ndarray:
         samples = self.check_samples(
             prompt["audio"], prompt.get("sampling_rate", self.mel.sampling_rate)
         )
@@ -62,24 +64,24 @@ class WhisperRules(UsualRules):
             )
         return self.mel(samples)
 
-    def _window(self, given: Any) -> np.ndarray:
+    def _window(self, options: Any) -> np.ndarray:
         """Features [num_mels, frames], filled up with zeros. Raises RequestError."""
         shape = (self.mel.num_mels, self.mel.num_frames)
         if (
-            not isinstance(given, np.ndarray)
-            or given.ndim != 2
-            or given.dtype.kind != "f"
-            or not 0 < given.shape[1] <= shape[1]
+            not isinstance(options, np.ndarray)
+            or options.ndim != 2
+            or options.dtype.kind != "f"
+            or not 0 < options.shape[1] <= shape[1]
         ):
             raise RequestError(
                 f"features must be an array of floats [{shape[0]}, 1 to {shape[1]}].", "features"
             )
-        if given.shape[0] != shape[0] or not np.isfinite(given).all():
+        if options.shape[0] != shape[0] or not np.isfinite(options).all():
             raise RequestError(
                 f"features must be {shape[0]} finite numbers for each frame.", "features"
             )
         window = np.zeros(shape, np.float32)
-        window[:, : given.shape[1]] = given
+        window[:, : options.shape[1]] = options
         return window
 
     def check_samples(self, audio: Any, sampling_rate: Any) -> np.ndarray:
@@ -92,21 +94,21 @@ class WhisperRules(UsualRules):
                 "sampling_rate",
             )
         try:
-            given = np.asarray(audio)
+            array = np.asarray(audio)
         except ValueError as error:
             raise RequestError(f"audio must be a list of numbers: {error}", "audio") from None
-        if given.ndim != 1 or given.dtype.kind not in "fiu":
-            what = f"{given.ndim} axes of {given.dtype}"
+        if array.ndim != 1 or array.dtype.kind not in "fiu":
+            shape = f"{array.ndim} axes of {array.dtype}"
             raise RequestError(
                 "audio must be an array of numbers with one axis, the samples of one channel, "
-                f"not {what}.",
+                f"not {shape}.",
                 "audio",
             )
-        if not given.size:
+        if not array.size:
             raise RequestError("the audio is empty: it needs at least one sample.", "audio")
-        samples: np.ndarray = given.astype(np.float32, copy=False)
-        if given.dtype.kind != "f":
-            samples = samples / np.float32(np.iinfo(given.dtype).max)
+        samples: np.ndarray = array.astype(np.float32, copy=False)
+        if array.dtype.kind != "f":
+            samples = samples / np.float32(np.iinfo(array.dtype).max)
         if not np.isfinite(samples).all():
             raise RequestError("the audio holds NaN or infinity.", "audio")
         return samples
@@ -137,15 +139,15 @@ class WhisperRules(UsualRules):
         return [token for token in named if token is not None]
 
     def _forced(self) -> list[int]:
-        """As older checkpoints name them, in `forced_decoder_ids`, where they name neither language
-        nor task."""
-        given = self.generation.get("forced_decoder_ids") or self.config.hf_config.get(
+        """Forced decoder tokens of older checkpoints (`forced_decoder_ids`), if these name neither
+        language nor task."""
+        forced = self.generation.get("forced_decoder_ids") or self.config.hf_config.get(
             "forced_decoder_ids"
         )
-        if not given or self.generation.get("language") or self.generation.get("task"):
+        if not forced or self.generation.get("language") or self.generation.get("task"):
             return []
         try:
-            places, tokens = zip(*given, strict=True)
+            places, tokens = zip(*forced, strict=True)
         except (TypeError, ValueError):
             places = ()
             tokens = ()
@@ -155,7 +157,7 @@ class WhisperRules(UsualRules):
             or {*map(type, tokens)} - {int, type(None)}
         ):
             raise CheckpointError(
-                f"forced_decoder_ids must be [[1, TOKEN], [2, TOKEN], ...], not {given!r}."
+                f"forced_decoder_ids must be [[1, TOKEN], [2, TOKEN], ...], not {forced!r}."
             )
         # None stands for the language, which transformers detects.
         parts = [self._named()[:1] if token is None else [token] for token in tokens]

@@ -16,7 +16,7 @@ class Suppress(LogitsProcessor):
     """Rules out `always` at every place, and `begin` at the first of the output."""
 
     stage = "logits"
-    # As in transformers: how sure the model is, is said of what it may draw.
+    # transformers does the same: log probabilities refer to the tokens that may be drawn.
     in_logprobs = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:

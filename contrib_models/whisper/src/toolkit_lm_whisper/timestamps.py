@@ -20,7 +20,7 @@ class Timestamps(LogitsProcessor):
     """
 
     stage = "logits"
-    # As in transformers: how sure the model is, is said of what it may draw.
+    # transformers does the same: log probabilities refer to the tokens that may be drawn.
     in_logprobs = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:

@@ -34,8 +34,8 @@ class Transcriber:
     def __init__(
         self, llm: LLM, thresholds: Thresholds | None = None, *, uses_context: bool = True
     ) -> None:
-        """`uses_context`: the model reads what was said before each window. Raises ToolkitError
-        where it is no Whisper."""
+        """`uses_context`: the text before each window is given to the model as context. Raises
+        ToolkitError if the model is not a Whisper."""
         self._llm = llm
         self._model = LongForm(llm.config, llm.engine.renderer)
         self._options: dict[str, Any] = {"thresholds": thresholds, "uses_context": uses_context}
@@ -49,13 +49,13 @@ class Transcriber:
         prompt: str = "",
         progress: Callable[[int, float], None] | None = None,
     ) -> list[Transcript]:
-        """`recordings`: samples [N] of one channel, and samples a second. `language`: as "en";
-        None: detected. `task`: or "translate", to English. `prompt`: what was said before, or names
-        to be spelled so. `progress` is told the index of a recording, and how many seconds of it
-        are done. Raises RequestError.
-        """
+        """Transcribes recordings: pairs of samples [N] of one channel, and samples per second.
+
+        `language`: such as "en"; None: detected. `task`: "transcribe", or "translate" (to English).
+        `prompt`: earlier text, or names to be spelled that way. `progress` is called with the index
+        of a recording and its finished seconds. Raises RequestError."""
         options = {**self._options, "language": language, "task": task, "prompt": prompt}
-        works = [Recording(self._model, *one, **options) for one in recordings]
+        works = [Recording(self._model, *recording, **options) for recording in recordings]
         going: list[tuple[int, Steps, Ask]] = []
         for index, work in enumerate(works):
             steps = work.steps()
@@ -96,7 +96,7 @@ class AsyncTranscriber:
     """The same for an AsyncLLM: one recording at a call, and segments as they come."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        """Raises ToolkitError where the model is no Whisper."""
+        """Raises ToolkitError if the model is not a Whisper."""
         self._engine = engine
         self._model = LongForm(engine.config, engine.renderer)
 
@@ -112,25 +112,24 @@ class AsyncTranscriber:
     async def segments(
         self, recording: Recording, **options: Any
     ) -> AsyncGenerator[list[Segment], None]:
-        """Those of one window after another; `recording.transcript` has them all. `options`:
-        AsyncLLM.generate's.
+        """Segments of one window after another; `recording.transcript` collects all of them.
+        `options`: those of AsyncLLM.generate.
 
-        Closing it aborts what is under way. Raises as `generate` does, and ToolkitError for a
-        window that fails.
-        """
+        Closing the generator aborts the running requests. Raises the errors of `generate`, and
+        ToolkitError for a window that fails."""
         steps = recording.steps()
-        told = 0
+        num_segments = 0
         ask: Ask | None = next(steps)
         while ask is not None:
             async with aclosing(
                 self._engine.generate(ask.prompt, ask.params, **options)
             ) as outputs:
-                [output] = [one async for one in outputs]
+                [output] = [result async for result in outputs]
             try:
                 ask = steps.send(output)
             except StopIteration:
                 ask = None
-            found = recording.transcript.segments[told:]
+            found = recording.transcript.segments[num_segments:]
             if found:
-                told += len(found)
+                num_segments += len(found)
                 yield found
