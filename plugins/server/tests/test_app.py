@@ -1029,7 +1029,7 @@ async def test_routes_that_translate(make_engine, client_of):
         wrong = await client.get("/say?text=a", headers=key)
         assert (wrong.status_code, wrong.json()["wrong"]) == (
             400,
-            "Invalid value for 'top_k': Input should be a valid integer.",
+            "Invalid value for 'top_k': it must be a whole number, not \"x\".",
         )
     with pytest.raises(ConfigError, match="'none' has HTTP routes"):
         create_app(engine, ServerOptions(routes=["none"]))
@@ -1218,7 +1218,7 @@ async def test_bodies_are_bounded_together(engine, client_of):
         assert set(codes) == {200, 503} and codes.count(200) >= 16
         busy = answers[codes.index(503)]
         assert busy.json()["error"]["code"] == "server_busy" and "retry-after" in busy.headers
-        # What they held is free again.
+        # Their memory is free again.
         assert [(await post(client)).status_code for _ in range(40)] == [200] * 40
 
 

@@ -75,7 +75,7 @@ def test_rows_keep_their_bodies_as_they_stand():
         (
             '{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}',
             None,
-            "Expected `str`",
+            "custom_id must be text, not a whole number",
         ),
         (
             '{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}',
@@ -435,7 +435,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(toolkit, tmp_path,
         (["-i", requests, "-o", out, "--resume", "--overwrite"], 2, "it goes on with a file"),
         (["tiny", "-i", requests, "-o", out], 2, "the rows name the model"),
         (["-i", requests, "-o", out, "--api-key", "wrong"], 1, "refuses all requests (401)"),
-        (["-i", requests, "-o", out, "--max-body-size", "0.5"], 2, "max_body_size"),
+        (["-i", requests, "-o", out, "--max-body-size", "0.5"], 2, "--max-body-size"),
     ):
         done = toolkit("run-batch", "--url", url, *arguments)
         assert (done.code, why in done.err) == (code, True), done.err

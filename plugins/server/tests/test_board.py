@@ -112,7 +112,7 @@ def test_all_that_vllm_has_is_shown(board):
         for name in VLLM_NAMES
         if not any(one.startswith(f"toolkit_lm_{name}") for one in shown)
     ]
-    # Of single requests, or of what does not change.
+    # Figures of single requests, or of constants.
     of_requests = ["request_sequences", "request_max_tokens", "request_preemptions"]
     assert missing == ["request_inference_time_seconds", *of_requests, "kv_cache_info"]
 

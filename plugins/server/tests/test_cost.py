@@ -12,7 +12,8 @@ from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.keys import ApiKey, Keys
+from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.limits.key_limits import ApiKey
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_serving.budget import BudgetedLLM, CostBudget
 from toolkit_lm_serving.cost import generation_cost, pooling_cost, rendering_cost
@@ -54,8 +55,8 @@ MIB = 2**20
 def test_each_product_has_a_bound(fields, prompts, factor):
     cost = generation_cost(["a" * 400] * prompts, SamplingParams(**fields), 4096)
     told = (
-        r"the request could take [0-9,]+ MiB of memory, most of it for .*max_request_cost is 256 "
-        r"MiB"
+        r"the request could take [0-9,]+ MiB of memory, most of it for .*, and may take 256 MiB "
+        r"\(max_request_cost\)\. Ask for less"
     )
     with pytest.raises(RequestError, match=told) as error, CostBudget(256 * MIB).spend(cost):
         raise AssertionError("it is let in")
@@ -317,7 +318,7 @@ async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_bac
     }
     for end in ("unread", "begun", "read", "closed"):
         outputs = llm.generate_many([{"prompt_token_ids": [97, 98]}], params, **options)
-        assert budget._bytes._taken
+        assert budget._bytes._reserved
         if end != "unread":
             await anext(outputs)
         if end == "read":
@@ -327,7 +328,7 @@ async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_bac
             await outputs.aclose()
         if end != "closed":
             del outputs
-        assert not budget._bytes._taken, end
+        assert not budget._bytes._reserved, end
         # The next one is let in: its key may have one sequence at a time.
 
 
@@ -355,12 +356,12 @@ async def test_requests_over_http_are_paid_for_until_they_end(engine, client_of,
         )
         while not engine.num_open:
             await asyncio.sleep(0)
-        assert any(one._bytes._taken for one in budgets)
+        assert any(one._bytes._reserved for one in budgets)
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
         while engine.num_open:
             await asyncio.sleep(0)
-    assert not any(one._bytes._taken or one._requests._taken for one in budgets)
+    assert not any(one._bytes._reserved or one._requests._reserved for one in budgets)
 
 
 def members(kind):

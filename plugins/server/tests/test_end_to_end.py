@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +40,9 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 )
+SOON = 30
+"""Seconds: many times what it takes on a busy machine, and less than what a server would wait for
+that does not end by itself."""
 FLAGS = [
     "--load-format",
     "dummy",
@@ -251,7 +255,7 @@ def test_openai_sampling_parameters(client):
     letters = {**FOREVER, "allowed_token_ids": list(range(50, 70)), "no_repeat_ngram_size": 1}
     distinct = client.completions.create(**options, extra_body=letters).choices[0].text
     assert len(set(distinct)) == 12
-    # Of so little probability only the most typical token is kept: nothing is left to chance.
+    # With so low a value only the most typical token is kept: nothing is random.
     options["temperature"] = 1
     for typical_p, texts in ((1e-6, 1), (1.0, 3)):
         found = [
@@ -566,7 +570,7 @@ def test_answers_while_plugins_configure(gated):
 @pytest.mark.parametrize(
     ("what", "expected", "message"),
     [
-        ("too long", 2, "error: max_model_len is 1000000"),
+        ("too long", 2, "error: --max-model-len is 1000000"),
         pytest.param(
             "raise", 1, "error: plugin 'gated' (gated-plugin 1.0, ", marks=pytest.mark.slow
         ),
@@ -588,7 +592,7 @@ def test_stops_in_time_while_plugins_configure(gated):
     server.process.send_signal(signal.SIGTERM)
     code, errors = server.end()
     assert (code, errors) == (0, "")
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < SOON
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -609,7 +613,7 @@ sys.meta_path.insert(0, Slow())"""
         start = time.monotonic()
         server.process.send_signal(number)
         code, errors = server.end()
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < SOON
         assert (code, errors) == (0, "")
     finally:
         server.process.kill()
@@ -649,7 +653,7 @@ def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
     [
         (["--routes", "nobody"], "no loaded plugin 'nobody' has HTTP routes"),
         (["--host", "nowhere.invalid"], "'nowhere.invalid' is not an address to listen on"),
-        (["--max-body-size", "half"], "is not an amount of memory"),
+        (["--max-body-size", "half"], "--max-body-size must be a number of bytes"),
     ],
 )
 def test_wrong_options_are_one_message(arguments, message):
@@ -675,7 +679,7 @@ def test_stops_in_time_with_requests_under_way(checkpoint):
         code, errors = server.end()
         assert (done, json.loads(error[6:])["error"]["code"]) == ("data: [DONE]", "engine_dead")
         assert code == 0, errors
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < SOON
         assert "Traceback" not in errors
     finally:
         server.process.kill()
@@ -689,16 +693,24 @@ PARTS = [
 """Of requests: nothing, a part of the head, the head without its body."""
 
 
-def connections(url, parts) -> list[socket.socket]:
-    host, _, port = url.removeprefix("http://").partition(":")
-    found = []
-    for part in parts:
-        found.append(socket.create_connection((host, int(port))))
-        found[-1].sendall(part)
-    return found
+@pytest.fixture
+def connections() -> Iterator[Callable[[str, list[bytes]], None]]:
+    """connections(url, parts): as many, each of which sends its part. They are closed at the
+    end."""
+    found: list[socket.socket] = []
+
+    def connect(url: str, parts: list[bytes]) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        for part in parts:
+            found.append(socket.create_connection((host, int(port))))
+            found[-1].sendall(part)
+
+    yield connect
+    for one in found:
+        one.close()
 
 
-def test_stops_in_time_whatever_clients_do(checkpoint):
+def test_stops_in_time_whatever_clients_do(checkpoint, connections):
     server = Server(
         str(checkpoint),
         *FLAGS,
@@ -709,23 +721,27 @@ def test_stops_in_time_whatever_clients_do(checkpoint):
         "--log-level",
         "warning",
         "--no-access-log",
+        *(
+            word
+            for name in ("header", "body", "keep-alive")
+            for word in (f"--{name}-timeout", "100")
+        ),
     )
-    opened = []
     try:
-        opened = connections(server.url(), PARTS * 10)
+        connections(server.url(), PARTS * 10)
         start = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.end()
-        assert (code, errors) == (0, "")
-        assert time.monotonic() - start < 8
+        # Heads of 8 elements are not for the backend `cpu`.
+        others = [line for line in errors.splitlines() if "runs on attention backend" not in line]
+        assert (code, others) == (0, [])
+        assert time.monotonic() - start < SOON
     finally:
         server.process.kill()
-        for one in opened:
-            one.close()
 
 
 @pytest.mark.slow
-def test_more_connections_than_file_descriptors(checkpoint):
+def test_more_connections_than_file_descriptors(checkpoint, connections):
     prelude = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
     server = Server(
         str(checkpoint),
@@ -737,10 +753,9 @@ def test_more_connections_than_file_descriptors(checkpoint):
         "0",
         prelude=prelude,
     )
-    opened = []
     try:
         url = server.url()
-        opened = connections(url, PARTS * 200)
+        connections(url, PARTS * 200)
         stat = Path(f"/proc/{server.process.pid}/stat")
         before = cpu_seconds(stat)
         times = []
@@ -758,8 +773,6 @@ def test_more_connections_than_file_descriptors(checkpoint):
         assert len(errors) < 10_000 and "Traceback" not in errors
     finally:
         server.process.kill()
-        for one in opened:
-            one.close()
 
 
 def cpu_seconds(stat) -> float:
@@ -806,7 +819,8 @@ def redirected(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "closed", [">&-", "2>&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
+    "closed",
+    ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.nightly) for one in (">&-", "2>&-"))],
 )
 def test_closed_streams(redirected, closed):
     process, url = redirected(closed)

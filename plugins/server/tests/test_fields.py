@@ -73,7 +73,7 @@ async def test_how_a_conversation_is_rendered(engine, client_of, path):
     }
     async with client_of(create_app(engine)) as client:
         refused = (await client.post(path, json={**HI, **given})).json()["error"]
-        assert (refused["param"], "--allow-request-chat-template" in refused["message"]) == (
+        assert (refused["param"], "(allow_request_chat_template)" in refused["message"]) == (
             "chat_template",
             True,
         )
@@ -122,7 +122,7 @@ async def test_a_suffix(framed, client_of):
                 await client.post(COMPLETE, json={"prompt": "ab", "suffix": "yz", **wrong})
             ).json()["error"]
             assert error["param"] == "suffix"
-        # What a text says of these tokens is text.
+        # Names of these tokens in a text are text.
         await client.post(COMPLETE, json={"prompt": "<|fim_middle|>a", "suffix": "b"})
         assert tokens_of(framed).count("\3") == 1
 

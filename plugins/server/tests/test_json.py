@@ -8,16 +8,17 @@ import random
 import threading
 
 import pytest
-from toolkit_lm_server import json_measure, route
-from toolkit_lm_server.json_measure import measure
-from toolkit_lm_server.route import MAX_DEPTH
+from toolkit_lm_server import json_body
+from toolkit_lm_server.json_body import MAX_DEPTH
+from toolkit_lm_server.limits import json_size
+from toolkit_lm_server.limits.json_size import measure
 
 pytestmark = pytest.mark.anyio
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("part", [json_measure._PART, 7])
+@pytest.mark.parametrize("part", [json_size._PART, 7])
 async def test_the_measures_of_json(monkeypatch, part):
     def naive(value) -> tuple[int, int]:
         """Levels, and values and names; what is empty counts as if it had one."""
@@ -43,7 +44,7 @@ async def test_the_measures_of_json(monkeypatch, part):
             else {draw.choice(texts) + str(i): one for i, one in enumerate(inner)}
         )
 
-    monkeypatch.setattr(json_measure, "_PART", part)
+    monkeypatch.setattr(json_size, "_PART", part)
     for _ in range(300):
         one = value(6)
         assert measure(json.dumps(one, ensure_ascii=draw.random() < 0.5).encode()) == naive(one), (
@@ -66,7 +67,8 @@ async def test_how_many_values_json_may_have(client, value, number):
     message = reply.json()["error"]["message"]
     assert reply.status_code == 400
     told = (
-        f"it has {number} values and names, and may have 262144: one for 64 bytes of max_body_size"
+        f"it has {number} values and names, and may have 262144, one for 64 bytes that a body may "
+        "have (max_body_size). Send its parts in several requests"
     )
     assert (message == f"The body is not valid JSON: {told}.") == (number is not None), message
 
@@ -74,7 +76,7 @@ async def test_how_many_values_json_may_have(client, value, number):
 async def test_small_bodies_do_not_wait_for_large_ones(client, monkeypatch):
     begun = threading.Event()
     go_on = threading.Event()
-    parse = route._parse
+    parse = json_body._parse
 
     def slow(body, most):
         if len(body) > 100_000:
@@ -82,7 +84,7 @@ async def test_small_bodies_do_not_wait_for_large_ones(client, monkeypatch):
             assert go_on.wait(30)
         return parse(body, most)
 
-    monkeypatch.setattr(route, "_parse", slow)
+    monkeypatch.setattr(json_body, "_parse", slow)
     large = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a " * 100_000}))
     await asyncio.to_thread(begun.wait, 30)
     assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200

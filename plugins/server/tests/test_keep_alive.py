@@ -13,8 +13,8 @@ import pytest
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.caller import CALLER, Caller
-from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.event_stream import EventStream, JsonLines
+from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import bind
 from toolkit_lm_server.options import ServerOptions
 

@@ -9,7 +9,8 @@ from toolkit_lm.config import options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.errors import ApiError
-from toolkit_lm_server.keys import ApiKey, Keys
+from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.limits.key_limits import ApiKey
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
@@ -62,7 +63,7 @@ async def test_a_minutes_limits(engine, client_of, options, who, refused_after, 
             ) > 0
             assert f"The key '{who}' has met its limit: {limit}." in error["message"]
             assert (await ask(client, "all")).status_code == 200, "others go on"
-            # What computes nothing is not counted.
+            # Requests that compute nothing are not counted.
             version = await client.get(
                 "/version", headers={"authorization": f"Bearer key-of-{who}"}
             )
@@ -77,7 +78,7 @@ async def test_sequences_at_a_time(engine, client_of, options):
         )
         told = (
             "The key 'carol' may have 4 sequences at a time (max_sequences), and the request "
-            "asks for 5: prompts x n."
+            "asks for 5: prompts x n. Split it."
         )
         assert never.json()["error"]["message"] == told
         hanging = asyncio.create_task(ask(client, "carol", prompt="a hang", n=2, max_tokens=9))

@@ -19,8 +19,8 @@ import pytest
 import trustme
 from starlette.responses import JSONResponse, StreamingResponse
 from toolkit_lm.errors import ConfigError
-from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.lifecycle import KnownClient
+from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import bind, bind_unix, listen, tls_context, url_of
 from toolkit_lm_server.options import ServerOptions
 

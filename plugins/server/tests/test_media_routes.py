@@ -216,7 +216,7 @@ async def test_placeholders_without_an_item_are_refused(client, rendering):
         def placeholder_id(self, modality):
             return 7
 
-    rendering.renderer.take_rules(Rules(rendering.config))
+    rendering.renderer.set_rules(Rules(rendering.config))
     for body in (
         {"prompt": "a\x07"},
         {"prompt": "\x07", "multi_modal_data": {"image": [url(b"abc")]}},
@@ -277,7 +277,7 @@ async def test_what_is_rendered_has_a_cost(rendering):
         ):
             refused = await client.post(path, json=body)
             assert refused.status_code == 400, path
-            assert "max_request_cost is 16 MiB" in refused.json()["error"]["message"]
+            assert "may take 16 MiB (max_request_cost)" in refused.json()["error"]["message"]
         found = await asyncio.gather(
             *(client.post(RENDER_CHAT, json=chat(b"slow")) for _ in range(6))
         )

@@ -222,7 +222,7 @@ async def test_figures_of_several_engines_say_of_which_they_are(client, engine, 
         }
         assert expected.items() <= its.items()
         assert its["engine_process_resident_memory_bytes"] > 0
-    # What no engine has alone.
+    # Figures that no single engine has.
     assert found["time_to_first_token_seconds_count"] == 2
 
 

@@ -40,7 +40,7 @@ async def test_invocations_answer_as_the_route_that_is_meant(client, engine):
         ({}, None, "It needs one of: messages, prompt, input, query, queries, text_1"),
         ({"model": "fake"}, None, "the fields of no route"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature"),
-        ({"messages": "hi"}, "messages", "valid list"),
+        ({"messages": "hi"}, "messages", "must be a list"),
         ([], None, "must be a JSON object"),
     ],
 )

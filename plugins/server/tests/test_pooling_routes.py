@@ -312,7 +312,7 @@ async def test_bad_inputs(ask, engine_of, client_of, value, message):
             "must be -1 or an integer from 1 to 128",
         ),
         ({"prompt_name": "passage"}, "prompt_name", "Known: document, query"),
-        ({"priority": 3}, "priority", "--scheduling-policy priority"),
+        ({"priority": 3}, "priority", "Leave it out, or ask the operator"),
         ({"timeout": -1}, "timeout", "above 0"),
     ],
 )
@@ -535,7 +535,7 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
     vllms = path in ("/pooling", "/classify", "/score", "/v1/score")
     kind = "NotFoundError" if scores else "BadRequestError"
     assert error["type"] == (kind if vllms else "invalid_request_error")
-    assert ("--convert " in error["message"]) == (name == "generator")
+    assert ("convert=" in error["message"]) == (name == "generator")
 
 
 async def test_dimensions_that_a_model_is_made_for(engine_of, client_of):
@@ -560,7 +560,7 @@ async def test_dimensions_of_a_model_that_is_not_known_to_be_made_for_it(engine_
             ("/v2/embed", {"texts": ["a"], "output_dimension": 1}),
         ):
             error = (await client.post(path, json=field)).json()["error"]
-            assert error["param"] == list(field)[1] and "--matryoshka" in error["message"]
+            assert error["param"] == list(field)[1] and "matryoshka=True" in error["message"]
         assert (
             await client.post("/v1/embeddings", json={"input": "a", "dimensions": 32})
         ).status_code == 200
@@ -827,9 +827,9 @@ async def test_long_documents_are_cut(engine_of, ask, name):
             "/rerank",
             {"query": "a", "documents": ["b"], "top_n": 0},
             "top_n",
-            "greater than or equal to 1",
+            "must be at least 1",
         ),
-        ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "valid string"),
+        ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "must be text"),
         ("/rerank", {"documents": ["b"]}, "query", "You must provide"),
         (
             "/score",

@@ -143,7 +143,7 @@ async def test_a_failure_in_the_middle(client, engine):
             "tools[0]: this server runs no tools of type 'web_search'",
         ),
         ({"input": "hi", "tool_choice": "required"}, "tool_choice", "only with tools"),
-        ({"input": "hi", "background": True}, "background", "--max-stored-responses"),
+        ({"input": "hi", "background": True}, "background", "(max_stored_responses)"),
         (
             {"input": "hi", "background": True, "stream": True},
             "background",
@@ -158,7 +158,7 @@ async def test_a_failure_in_the_middle(client, engine):
         (
             {"input": "hi", "previous_response_id": "resp_1"},
             "previous_response_id",
-            "--max-stored-responses",
+            "(max_stored_responses)",
         ),
         ({"input": "hi", "max_output_tokens": 0}, "max_tokens", "at least 1"),
         ({"input": "hi", "n": 2}, "n", "one answer"),

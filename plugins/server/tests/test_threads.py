@@ -13,7 +13,7 @@ from contextvars import copy_context
 import pytest
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_server import route
+from toolkit_lm_server import json_body
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.caller import CALLER, Caller
 from toolkit_lm_server.lifecycle import Lifecycle
@@ -130,13 +130,13 @@ def test_nothing_is_kept_of_clients_that_have_left():
 @pytest.mark.anyio
 async def test_work_of_a_request_is_its_clients(client, monkeypatch):
     found = []
-    parse = route._parse
+    parse = json_body._parse
 
     def told(body, most):
         found.append(CALLER.get().client)
         return parse(body, most)
 
-    monkeypatch.setattr(route, "_parse", told)
+    monkeypatch.setattr(json_body, "_parse", told)
     asyncio.get_running_loop().set_default_executor(SharedThreads(2))
     assert (
         await client.post("/v1/completions", json={"prompt": "a", "user": "a" * 100_000})

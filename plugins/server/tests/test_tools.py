@@ -35,6 +35,7 @@ def scripted(make_engine):
             self.plugins = Plugins.load()
             self.text = text
             self.reason = reason
+            self.apps = {}
             type(self.renderer).chat_template_source = template
 
         async def _answer(self, known, params, options):
@@ -67,7 +68,11 @@ def scripted(make_engine):
 
 
 async def ask(client_of, engine, body, **options):
-    async with client_of(create_app(engine, ServerOptions(**options))) as client:
+    """Of an app with these options, which an engine has one of."""
+    name = json.dumps(options, sort_keys=True)
+    if name not in engine.apps:
+        engine.apps[name] = create_app(engine, ServerOptions(**options))
+    async with client_of(engine.apps[name]) as client:
         return await client.post(CHAT, json=body)
 
 
@@ -239,8 +244,9 @@ async def test_a_call_that_must_become_whole_streams_as_it_is_written(client_of,
 
 @pytest.mark.parametrize("kind", HELD)
 async def test_a_streamed_call_that_is_cut_lacks_its_end(client_of, scripted, kind):
+    engine = scripted(CALL, reason="length")
     for end in (len(CALL) - len('"Paris"}}\n</tool_call>'), len(CALL) - len("}\n</tool_call>")):
-        engine = scripted(CALL[:end], reason="length")
+        engine.text = CALL[:end]
         response = await ask(client_of, engine, {**HELD[kind], "stream": True})
         streamed, reason, _ = joined(response.text.splitlines())
         assert (reason, streamed["content"]) == ("length", "")
@@ -329,7 +335,7 @@ async def test_a_model_without_a_format_can_be_made_to_call(client_of, scripted)
     choice = await whole(client_of, engine, {**BODY, "tool_choice": "required"})
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
     error = (await ask(client_of, engine, BODY)).json()["error"]
-    assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
+    assert error["param"] == "tools" and "(tool_call_parser)" in error["message"]
 
 
 async def test_structured_content_comes_after_reasoning(client_of, scripted):
@@ -338,7 +344,7 @@ async def test_structured_content_comes_after_reasoning(client_of, scripted):
     assert (await whole(client_of, engine, body))["message"]["content"] == "{}"
     assert engine.params.structured_outputs["structural_tag"]["format"]["type"] == "or"
     assert not (engine.params.extra_args or {}).get("response_format")
-    # What cannot be stated so stays, and all of the answer is content.
+    # A call that cannot be expressed stays text: the whole answer is content.
     message = (
         await whole(
             client_of,
@@ -469,8 +475,9 @@ async def test_what_max_tokens_leaves_of_a_required_call_is_no_content(
 ):
     call = CALL if template else '{"name": "get_weather", "parameters": {"city": "Paris"}}'
     body = {**BODY, "tool_choice": "required"}
+    engine = scripted(call, template=template, reason="length")
     for end in (2, 8, 12, 20, 30, len(call) - 1):
-        engine = scripted(call[:end], template=template, reason="length")
+        engine.text = call[:end]
         choice = await whole(client_of, engine, body)
         assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
         streamed, reason, _ = joined(

@@ -1,5 +1,5 @@
-"""How chats' answers are read: what is reasoning, tool calls and content, by the parsers that
-plugins bring."""
+"""Reads chats' answers with the parsers of plugins, which separate reasoning, tool calls and
+content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit_lm.renderer import (
     prompt_end,
 )
 
-from toolkit_lm_server.generation import Generation, Piece
+from toolkit_lm_server.generation import ChoicePiece, Generation
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 Counters = Callable[[Sequence[int]], ReasoningCounter]
 _BARE = "llama3_json"
-"""Calls without marks: what a model whose own format is not known can be held to."""
+"""The parser of tool calls without marks, used for models of an unknown format."""
 _SHORT_ID = 16
 BUDGET = "thinking_token_budget"
 _FORMAT = "thinking_format"
-"""Request parameters of the thinking budget: its size, and the reasoning format."""
+"""The request parameter with the name of the reasoning format, for the thinking budget."""
 _STRUCTURES = (
     "structured_outputs",
     "response_format",
@@ -53,38 +53,39 @@ _STRUCTURES = (
 
 
 def make_format(
-    parsers: ParserRegistry, what: str, wanted: str, template: str
+    parsers: ParserRegistry, kind: str, wanted: str, template: str
 ) -> tuple[str | None, AnswerFormat | None]:
-    """The format by which `what` is found, and its name before it, as ParserRegistry.find_format
-    says; None: by none."""
-    name = parsers.find_format(what, template, wanted)
+    """Returns the name and the format for `kind` ("tool_calls" or "reasoning"), chosen by
+    ParserRegistry.find_format. Both are None if no format fits."""
+    name = parsers.find_format(kind, template, wanted)
     return name, None if name is None else parsers.make(name, template)
 
 
 class Reading(NamedTuple):
-    """How one request's answers are read."""
+    """The way in which one request's answers are read."""
 
     tools: AnswerFormat | None
     reasoning: AnswerFormat | None
     use: ToolUse
     structure: dict[str, Any] | None
-    """What its answers must be, for `structured_outputs`; None: what the request says itself."""
+    """The value of `structured_outputs` for the answers. None: the request's own is used."""
     shows_reasoning: bool
     reasoning_name: str | None = None
-    """Of the format of reasoning."""
+    """The name of the reasoning's format."""
     counters: Counters | None = None
-    """What makes the counters of its tokens; None: they are not counted."""
+    """The factory of token counters for one request. None counts nothing."""
     asked: str = ""
-    """The field of the request that `structure` comes from."""
+    """The request's field from which `structure` was made."""
 
     @property
     def keeps_special_tokens(self) -> bool:
         return any(
-            one is not None and one.keeps_special_tokens for one in (self.tools, self.reasoning)
+            parser is not None and parser.keeps_special_tokens
+            for parser in (self.tools, self.reasoning)
         )
 
     def applied(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of the request, so that its answers can be read."""
+        """The request's parameters, changed so that its answers can be read."""
         changed: dict[str, Any] = (
             {"skip_special_tokens": False} if self.keeps_special_tokens else {}
         )
@@ -95,37 +96,38 @@ class Reading(NamedTuple):
                 if name not in _STRUCTURES
             }
             changed |= {"structured_outputs": self.structure, "extra_args": extra or None}
-        given = changed.get("extra_args", params.extra_args) or {}
-        if self.reasoning_name is not None and given.get(BUDGET) is not None:
-            changed["extra_args"] = {_FORMAT: self.reasoning_name, **given}
+        extra_args = changed.get("extra_args", params.extra_args) or {}
+        if self.reasoning_name is not None and extra_args.get(BUDGET) is not None:
+            changed["extra_args"] = {_FORMAT: self.reasoning_name, **extra_args}
         return structs.replace(params, **changed) if changed else params
 
     def named(self, error: RequestError) -> RequestError:
-        """An error about the structure, which names the request's own field."""
+        """Returns the error with the request's own field in place of `structured_outputs`."""
         if not self.asked or error.param != "structured_outputs":
             return error
         return RequestError(str(error).replace(error.param, self.asked, 1), self.asked)
 
     @property
     def is_plain(self) -> bool:
-        """All of an answer is content."""
+        """Whether all of an answer is content."""
         return self.tools is None and self.reasoning is None
 
     @property
     def guarantees_calls(self) -> bool:
-        """What begins as a call does must become one."""
+        """Whether a grammar guarantees that text which begins like a call becomes one."""
         return self.structure is not None and self.asked == "tools"
 
     def parser(self, prompt_end: str, *, in_pieces: bool = False) -> AnswerParser:
-        """For one answer. `in_pieces`: calls that must become whole need not come whole."""
+        """Returns a parser for one answer. `in_pieces`: calls that a grammar guarantees to become
+        complete may be returned in pieces."""
         is_chain = (
             self.reasoning is not None
             and self.tools is not None
             and type(self.reasoning) is not type(self.tools)
         )
-        one = self.tools or self.reasoning
-        assert one is not None, "a plain answer needs no parser"
-        parser = one.parser("" if is_chain else prompt_end, self.use.tools)
+        part_parser = self.tools or self.reasoning
+        assert part_parser is not None, "a plain answer needs no parser"
+        parser = part_parser.parser("" if is_chain else prompt_end, self.use.tools)
         parser.in_pieces = in_pieces and self.guarantees_calls
         if not is_chain:
             return parser
@@ -134,14 +136,14 @@ class Reading(NamedTuple):
 
 
 ALL_CONTENT = Reading(None, None, NO_TOOLS, None, shows_reasoning=False)
-"""All of an answer is content."""
+"""The reading of answers that are all content."""
 
 
 class AnswerFormats:
-    """How the answers of a model are read."""
+    """The formats by which a model's answers are read."""
 
     def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
-        """Raises ConfigError, PluginError as ParserRegistry.find_format."""
+        """Raises ConfigError and PluginError like ParserRegistry.find_format."""
         self._parsers = engine.plugins.parsers
         self._renderer = engine.renderer
         template = engine.renderer.chat_template_source
@@ -155,8 +157,8 @@ class AnswerFormats:
         self._has_counters = False
 
     async def prepare(self) -> None:
-        """Reads the vocabulary for the marks of reasoning, which takes its time. To be awaited
-        before the first `reading_of`."""
+        """Reads the vocabulary to find the marks of reasoning, which is slow. Await it before the
+        first `reading_of`."""
         if not self._has_counters and self.reasoning is not None:
             self._counters = await asyncio.to_thread(
                 self.reasoning.reasoning_counters, self._renderer
@@ -164,7 +166,8 @@ class AnswerFormats:
         self._has_counters = True
 
     def reading_of(self, body: ChatBody, use: ToolUse) -> Reading:
-        """Of one request. Raises RequestError for tools that could not be called."""
+        """Returns how one request's answers are read. Raises RequestError for tools that the model
+        cannot call."""
         tools = None
         reasoning = self.reasoning
         kwargs = body.template_kwargs() or {}
@@ -187,14 +190,14 @@ class AnswerFormats:
                 required=False,
             )
         elif reasoning is not None and (asked := body.structures(_STRUCTURES)):
-            # Otherwise the structure would begin in the reasoning.
+            # Without this, the structure would apply to the reasoning already.
             content = _content_structure(asked)
             if content is None:
                 reasoning = None
             else:
                 structure = reasoning.after_reasoning(content, kwargs)
                 field = next(iter(asked))
-        told = (
+        tagged = (
             None
             if structure is None
             else {"structural_tag": {"type": "structural_tag", "format": structure}}
@@ -204,29 +207,29 @@ class AnswerFormats:
             tools,
             reasoning,
             use,
-            told,
+            tagged,
             body.include_reasoning is not False,
             name,
             counters,
-            "" if told is None else field,
+            "" if tagged is None else field,
         )
 
     def _format_of(self, use: ToolUse) -> AnswerFormat:
-        """What tells tool calls from content. Raises RequestError where nothing does."""
+        """Returns the format of tool calls. Raises RequestError if there is none."""
         if self._tools is not None:
             return self._tools
         if use.required and _BARE in self._parsers:
             bare: AnswerFormat = self._parsers.make(_BARE, "")
             return bare
         raise RequestError(
-            "this model's chat template has no tool calls that this server knows: start it with "
-            '--tool-call-parser, or ask with tool_choice "required".',
+            "this model's chat template has no tool calls that this server knows. Ask with "
+            'tool_choice "required", or ask the operator to choose a parser (tool_call_parser).',
             "tools",
         )
 
 
 def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, Any]:
-    """The structure of calls that must come. Raises RequestError."""
+    """Returns the structure of required tool calls. Raises RequestError."""
     structure = tools.structure(use.callable, parallel=use.parallel)
     if structure is None:
         raise RequestError(
@@ -244,7 +247,7 @@ def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, An
 
 
 class _ReasoningThenTools(AnswerParser):
-    """What one parser calls content is read by another."""
+    """Reads reasoning with one parser, and the remaining content with another."""
 
     def __init__(self, reasoning: AnswerParser, tools: AnswerParser) -> None:
         self._reasoning = reasoning
@@ -275,12 +278,12 @@ class AnswerReader:
         self._generation = generation
         self._renderer = engine.renderer
         self.in_pieces = False
-        """Calls that must become whole come in pieces."""
+        """Whether calls that a grammar guarantees to become complete are returned in pieces."""
         self._parsers: dict[int, AnswerParser] = {}
         self._counters: dict[int, ReasoningCounter] = {}
 
-    def count(self, pieces: Sequence[Piece]) -> None:
-        """Takes in the tokens of pieces, for `usage`."""
+    def count(self, pieces: Sequence[ChoicePiece]) -> None:
+        """Counts the tokens of pieces, for `usage`."""
         if self._reading.counters is None:
             return
         for piece in pieces:
@@ -291,15 +294,16 @@ class AnswerReader:
             counter.push(piece.token_ids)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, so far: those of reasoning, too, where they are known."""
+        """Returns token counts so far, with those of reasoning if they are counted."""
         usage = self._generation.usage()
         if self._reading.counters is None:
             return usage
         num_reasoning = sum(counter.num_tokens for counter in self._counters.values())
         return usage | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
-    def read(self, piece: Piece) -> tuple[list[AnswerDelta], str | None]:
-        """What a piece adds to its choice, and why the choice ends, where it does."""
+    def read(self, piece: ChoicePiece) -> tuple[list[AnswerDelta], str | None]:
+        """Returns the deltas that a piece adds to its choice, and the choice's finish reason. The
+        reason is None until the choice ends."""
         reason = piece.finish_reason
         if self._reading.is_plain:
             return [AnswerDelta(piece.text)] if piece.text else [], reason
@@ -312,27 +316,29 @@ class AnswerReader:
             )
         deltas = [parser.push(piece.text)] if piece.text else []
         if reason is not None:
-            # A stop text may stand in a call, too.
+            # A stop text may also end a call.
             deltas.append(parser.finish(cut=reason != "stop" or isinstance(piece.stop_reason, str)))
             del self._parsers[piece.index]
             if reason == "stop" and parser.calls_tools:
                 reason = "tool_calls"
         if not self._reading.use.parallel:
             deltas = [
-                one._replace(tool_calls=tuple(call for call in one.tool_calls if call.index == 0))
-                for one in deltas
+                delta._replace(
+                    tool_calls=tuple(call for call in delta.tool_calls if call.index == 0)
+                )
+                for delta in deltas
             ]
-        return [one for one in deltas if any(one)], reason
+        return [delta for delta in deltas if any(delta)], reason
 
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
-        """Of a stream, as OpenAI has it."""
+        """The delta of a stream's chunk, in OpenAI's form."""
         delta: dict[str, Any] = {}
-        reasoning = "".join(one.reasoning for one in parts)
-        content = "".join(one.content for one in parts)
+        reasoning = "".join(part.reasoning for part in parts)
+        content = "".join(part.content for part in parts)
         if reasoning and self._reading.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
         calls: dict[int, dict[str, Any]] = {}
-        for call in (call for one in parts for call in one.tool_calls):
+        for call in (call for part in parts for call in part.tool_calls):
             if (known := calls.get(call.index)) is not None:
                 known["function"]["arguments"] += call.arguments
             elif call.name:
@@ -344,10 +350,10 @@ class AnswerReader:
         return delta | ({"tool_calls": [*calls.values()]} if calls else {})
 
     def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
-        """The whole of a choice."""
-        reasoning = "".join(one.reasoning for one in parts)
-        content = "".join(one.content for one in parts)
-        calls = [self._call(call) for one in parts for call in one.tool_calls]
+        """The message of a whole choice, in OpenAI's form."""
+        reasoning = "".join(part.reasoning for part in parts)
+        content = "".join(part.content for part in parts)
+        calls = [self._call(call) for part in parts for call in part.tool_calls]
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -367,7 +373,7 @@ class AnswerReader:
 
 
 def _call_id(length: int) -> str:
-    """A new one: as OpenAI's, unless it has to be short."""
+    """A new id for a call, in OpenAI's form unless it has to be short."""
     digits = secrets.token_hex(length)
     return digits[:length] if length < _SHORT_ID else f"call_{digits}"[:length]
 
@@ -382,8 +388,8 @@ def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What a request's own fields ask of the content, as a `format` of structural tags; None: that
-    cannot be said."""
+    """Returns the structure of the content that a request's own fields ask for, as a `format` of
+    structural tags. None if such a tag cannot express it."""
     if len(asked) != 1:
         return None
     [(name, value)] = asked.items()
@@ -391,17 +397,17 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
         if not isinstance(value, Mapping):
             return None
         schema = value.get("json_schema")
-        beside = value.get("schema", value.get("value"))
+        plain = value.get("schema", value.get("value"))
         kinds: dict[str, dict[str, Any]] = {
-            "json_object": {"json_object": True} if beside is None else {"json": beside},
+            "json_object": {"json_object": True} if plain is None else {"json": plain},
             "json_schema": {
-                "json": schema.get("schema", {}) if isinstance(schema, Mapping) else beside
+                "json": schema.get("schema", {}) if isinstance(schema, Mapping) else plain
             },
         }
         asked = kinds.get(str(value.get("type")), {})
     elif name == "structured_outputs":
         asked = (
-            {key: one for key, one in value.items() if one is not None and one is not False}
+            {key: item for key, item in value.items() if item is not None and item is not False}
             if isinstance(value, Mapping)
             else {}
         )
@@ -417,9 +423,9 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex", str():
             return {"type": "regex", "pattern": value}
-        case "choice", [*_] if value and all(isinstance(one, str) for one in value):
+        case "choice", [*_] if value and all(isinstance(item, str) for item in value):
             return {
                 "type": "or",
-                "elements": [{"type": "const_string", "value": one} for one in value],
+                "elements": [{"type": "const_string", "value": item} for item in value],
             }
     return None

@@ -1,4 +1,4 @@
-"""What answers look like, for the description of the API. Answers are made elsewhere, without these
+"""Shapes of the answers, for the description of the API. Answers are made elsewhere, without these
 classes."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CachedTokens(BaseModel):
 
 class ReasoningTokens(BaseModel):
     reasoning_tokens: int
-    """Of all choices, without those of marks."""
+    """Tokens of reasoning in all choices, without the marks around it."""
 
 
 class Usage(BaseModel):
@@ -28,7 +28,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens | None = None
-    """Of chats with a model whose reasoning is known."""
+    """Present in chats with a model whose reasoning is known."""
 
 
 class PoolingUsage(BaseModel):
@@ -49,7 +49,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
-"""By token id, per token of the prompt; null for the first."""
+"""Entries by token id, one mapping per token of the prompt. The first token's is null."""
 
 
 class TokenLogprob(BaseModel):
@@ -85,7 +85,7 @@ class FunctionCallDelta(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """The first one of a call has its id, type and name."""
+    """A part of a tool call. A call's first part has its id, type and name."""
 
     index: int
     id: str | None = None
@@ -96,11 +96,11 @@ class ToolCallDelta(BaseModel):
 class Message(BaseModel):
     role: Literal["assistant"]
     content: str | None
-    """null: there are tool calls only."""
+    """Text of the answer. null where it has tool calls only."""
     refusal: None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same as reasoning_content, by vLLM's newer name."""
+    """The answer's reasoning, by vLLM's newer name. It equals reasoning_content."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -137,7 +137,7 @@ class ChatDelta(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
-    """In the last one of a choice."""
+    """Present in the last event of a choice."""
 
 
 class ChatCompletionChunk(Head):
@@ -173,8 +173,8 @@ class Completion(Head):
 
 
 class Filling(BaseModel):
-    """The whole answer of /infill, or an event of its stream. An event that is not the last of its
-    choice has the first three alone."""
+    """The whole answer of /infill, or an event of its stream. Events before a choice's last have
+    the first three fields alone."""
 
     index: int
     content: str
@@ -191,7 +191,7 @@ class Embedding(BaseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
-    """A text: base64 of float32 values, little-endian."""
+    """The vector's numbers, or a text: base64 of float32 values, little-endian."""
 
 
 class EmbeddingList(Head):
@@ -205,7 +205,7 @@ class Pooled(BaseModel):
     index: int
     data: list[float] | list[list[float]] | str
     shape: list[int] = []
-    """Of an array that `data` has in base64."""
+    """The shape of the array whose base64 is in `data`."""
 
 
 class PooledList(Head):
@@ -286,7 +286,7 @@ class OldCohereEmbeddings(BaseModel):
     id: str
     response_type: Literal["embeddings_floats", "embeddings_by_type"]
     embeddings: Any
-    """A list of vectors; where types are asked for, by type."""
+    """A list of vectors. Where the request asks for types, an object with such a list by type."""
     texts: list[str]
     meta: CohereMeta
 
@@ -316,7 +316,7 @@ class ModelCard(BaseModel):
     parent: str | None
     max_model_len: int
     sampling_defaults: dict[str, int | float]
-    """Of generation_config.json: what holds where a request says nothing."""
+    """Defaults from generation_config.json, for requests that say nothing."""
     permission: list[ModelPermission]
 
 
@@ -340,40 +340,41 @@ class RenderedArray(BaseModel):
     """A tensor: C order, little-endian."""
 
     dtype: str
-    """numpy's name of it, such as "float32"."""
+    """The dtype's name in numpy, such as "float32"."""
     shape: list[int]
     data: str
-    """base64; in msgpack, binary."""
+    """Values in base64. An answer in msgpack has them in binary."""
 
 
 class RenderedRange(BaseModel):
     offset: int
     length: int
     mask: list[bool] | None
-    """Which of the tokens the item's embeddings replace; null: all."""
+    """Marks the tokens that the item's embeddings replace. null marks all."""
 
 
 class RenderedFeature(BaseModel):
-    """One item of media in a prompt."""
+    """A media item in a prompt."""
 
     modality: str
     mm_identifier: str
-    """Of its content: equal ones have equal data."""
+    """Identifier of the item's content. Items with equal ones have equal data."""
     mm_position: RenderedRange
     data: dict[str, RenderedArray] | None
-    """null: `held` has the identifier."""
+    """Tensors by name. null where the request's `held` has the identifier."""
     layout: dict[str, list[float]]
 
 
 class RenderedPrompt(BaseModel):
-    """A prompt, as an engine takes it. Where the client accepts application/msgpack, in msgpack."""
+    """A prompt, as an engine takes it. It comes in msgpack where the client accepts
+    application/msgpack."""
 
     model: str
     token_ids: list[int]
     features: list[RenderedFeature] | None
     """Items of media among the tokens, by offset."""
     sampling_params: dict[str, Any]
-    """Those that differ from their defaults."""
+    """Sampling parameters that differ from their defaults."""
     max_model_len: int
 
 
@@ -387,7 +388,7 @@ class Derendered(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """tokenizer_config.json, with what is added to it."""
+    """Content of tokenizer_config.json, with the fields that this server adds."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -400,7 +401,7 @@ class ServerLoad(BaseModel):
 
 
 class AnyAnswer(BaseModel):
-    """That of the route whose fields the body has."""
+    """The answer of the route whose fields the body has."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -418,13 +419,13 @@ class Status(BaseModel):
     status: str
     reason: str = ""
     engines: list[EngineStatus] | None = None
-    """Of several, each."""
+    """Status of each engine, where there are several."""
 
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {
     503: {"model": Status, "description": "It is not so, with the status and its reason."}
 }
-"""What else /live, /health and /ready answer."""
+"""The other answer of /live, /health and /ready."""
 
 
 def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -433,8 +434,8 @@ def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def streams(kind: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The same, or a stream of events with these chunks."""
-    event = {"anyOf": [{"const": "[DONE]"}, _of_text(chunk), _of_text(ErrorBody)]}
+    """The description of answers of this kind, or streams of events with these chunks."""
+    event = {"anyOf": [{"const": "[DONE]"}, _text_schema(chunk), _text_schema(ErrorBody)]}
     # The fields that server-sent events have beside their data are not used.
     item = {
         "type": "object",
@@ -445,7 +446,7 @@ def streams(kind: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, di
     return {200: {"model": kind, "content": {"text/event-stream": {"itemSchema": item}}}}
 
 
-def _of_text(kind: type[BaseModel]) -> dict[str, Any]:
+def _text_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """The schema of a text that is JSON of this kind."""
     schema = kind.model_json_schema()
     return {
@@ -456,12 +457,11 @@ def _of_text(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
-    """A schema without references: what is not the schema of a whole answer has no name in the
-    description."""
+    """A schema without references. Only schemas of whole answers have names in the description."""
     if isinstance(schema, list):
-        return [_inlined(one, parts) for one in schema]
+        return [_inlined(item, parts) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
-    return {name: _inlined(one, parts) for name, one in schema.items() if name != "$defs"}
+    return {name: _inlined(item, parts) for name, item in schema.items() if name != "$defs"}

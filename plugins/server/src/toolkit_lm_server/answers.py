@@ -20,10 +20,11 @@ async def answer(
     is_large: bool = True,
     media_type: str = "application/json",
 ) -> Response:
-    """What `make` returns, as JSON. Millions of numbers take their time: not on the event loop.
+    """Answers with the value that `make` returns, in JSON or msgpack.
 
-    A value that is an iterator is a list of which one item at a time is made and encoded. Other
-    threads run between items only.
+    `is_large`: a thread makes and encodes it, because millions of numbers would block the event
+    loop. A value that is an iterator is a list whose items are made and encoded one at a time.
+    Other threads run between items only.
     """
     encode = _encoded if media_type == "application/json" else _packed
     body = await asyncio.to_thread(encode, make) if is_large else encode(make)
@@ -31,8 +32,8 @@ async def answer(
 
 
 def accepted(request: Request) -> str:
-    """The media type of an answer that may be msgpack: JSON unless the client accepts the other.
-    Arrays take a third more in JSON."""
+    """The media type of an answer that may be msgpack. It is JSON unless the client accepts
+    msgpack. Arrays take a third more in JSON."""
     for part in request.headers.get("accept", "").split(","):
         kind, *parameters = (text.strip().lower() for text in part.split(";"))
         if kind in _MSGPACK_TYPES and not any(
@@ -43,7 +44,7 @@ def accepted(request: Request) -> str:
 
 
 def encoded(value: Any) -> msgspec.Raw:
-    """A value that an answer has several times."""
+    """A value in JSON, to be put into an answer several times."""
     return msgspec.Raw(_JSON(value))
 
 

@@ -59,7 +59,7 @@ from toolkit_lm_server.protocol import ChatBody, body_of
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
-from toolkit_lm_server.route import ServerRoute, of_vllm, route_class, with_body
+from toolkit_lm_server.route import ServerRoute, route_class, vllm_route, with_body
 from toolkit_lm_server.tokens import Tokens
 from toolkit_lm_server.ui.files import add_api_page
 
@@ -82,12 +82,12 @@ _PERMISSION = {
     "group": None,
     "is_blocking": False,
 }
-"""Of a model, as OpenAI's older clients read it."""
+"""The permission of a model, as OpenAI's older clients read it."""
 _OF_VLLM = ("/pooling", "/classify", "/score", "/v1/score")
 
 
 class About:
-    """What the server says of itself."""
+    """Handlers that tell of the server itself."""
 
     def __init__(self, readiness: Readiness, metrics: Metrics | None) -> None:
         self._readiness = readiness
@@ -105,31 +105,31 @@ class About:
 
 
 class Operations:
-    """What operators may do to engines."""
+    """Handlers that change engines, for operators."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
 
     async def reset_prefix_cache(self) -> dict[str, str]:
-        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
-        for engine in {id(one): one for one in self._engines.values()}.values():
+        """Empties the prefix cache. Requests under way go on."""
+        for engine in {id(engine): engine for engine in self._engines.values()}.values():
             await engine.reset_prefix_cache()
         return {"status": "reset"}
 
 
 class Load:
-    """How much is under way."""
+    """Tells how much work is under way."""
 
     def __init__(self, budget: CostBudget) -> None:
         self._budget = budget
 
     async def load(self) -> dict[str, int]:
-        """How many prompts and inputs of requests are under way or wait."""
+        """Counts the prompts and inputs of requests that are under way or wait."""
         return {"server_load": self._budget.num_requests}
 
 
 class Served:
-    """What is said of the models that are served."""
+    """Handlers that list the served models."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -147,7 +147,7 @@ class Served:
         }
 
     async def model(self, model: str) -> dict[str, Any]:
-        """One model."""
+        """Describes one model."""
         return self._card(model)
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -173,13 +173,15 @@ def create_router(
     readiness: Readiness | None = None,
     page: Page | None = None,
 ) -> APIRouter:
-    """The server's routes, to be included in any FastAPI app. Only those of plugins may need its
-    lifespan; the caller owns the engine.
+    """The server's routes, to be included in any FastAPI app. The caller owns the engine. Only
+    plugins' routes may need the app's lifespan.
 
-    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that
-    wants to refuse requests before it ends. Raises ConfigError for an unknown name in
-    `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has
-    a parameter with the name of another field.
+    `metrics` adds /metrics, and `page` adds /. `readiness` is for a caller that wants to refuse
+    requests before it ends.
+
+    Raises ConfigError for an unknown name in `options.routes`. Raises PluginError when a plugin's
+    routes fail. Raises PluginError when a plugin's logits processor has a parameter with the name
+    of another field.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
@@ -209,7 +211,7 @@ def create_router(
         "/load", Load(budget).load, response_model=None, responses=answers(ServerLoad)
     )
     _add_models(router, Served(engines))
-    _add_token_routes(router, of_vllm(route_kind), tokens, with_info=options.tokenizer_info)
+    _add_token_routes(router, vllm_route(route_kind), tokens, with_info=options.tokenizer_info)
     if options.admin_routes:
         router.add_api_route(
             "/reset_prefix_cache", Operations(engines).reset_prefix_cache, methods=["POST"]
@@ -250,7 +252,8 @@ def _add_generation_routes(
     completions: Completions,
     with_fields: tuple[LogitsProcessorRegistry, dict[str, Any], bool],
 ) -> None:
-    """`with_fields`: what `body_of` makes bodies with, of the engine."""
+    """Adds the routes that generate. `with_fields`: the arguments of `body_of` that come from the
+    engine."""
     for path, handler, whole, success in (
         (
             "/v1/chat/completions",
@@ -311,7 +314,7 @@ def add_own_routes(
     readiness: Readiness,
     metrics: Metrics | None,
 ) -> None:
-    """Those that need no engine."""
+    """Adds the routes that need no engine."""
     about = About(readiness, metrics)
     always = route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
@@ -345,8 +348,8 @@ def add_own_routes(
 def _add_pooling_routes(
     router: APIRouter, route_kind: type[ServerRoute], embeddings: Embeddings, reranking: Reranking
 ) -> None:
-    """They are there whatever the model: a task that it does not serve is an error that says which
-    it does."""
+    """Adds the routes of pooling models, whatever the model. A task that it does not serve is an
+    error that lists those it does."""
     handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/embeddings": (embeddings.embed, EmbeddingList),
         "/v1/embed": (embeddings.old_cohere_embed, OldCohereEmbeddings),
@@ -361,7 +364,7 @@ def _add_pooling_routes(
     }
     for path, (handler, kind) in handlers.items():
         responses = answers(kind) | described(404, 429, 504)
-        route = of_vllm(route_kind) if path in _OF_VLLM else route_kind
+        route = vllm_route(route_kind) if path in _OF_VLLM else route_kind
         router.add_api_route(
             path,
             handler,
@@ -393,8 +396,8 @@ def create_app(
 def create_early_app(
     options: ServerOptions, metrics: Metrics, readiness: Readiness, page: Page | None = None
 ) -> FastAPI:
-    """An app for as long as `readiness` refuses requests: its engine is being made. It answers as
-    `create_app`'s would."""
+    """An app for the time in which the engine is made and `readiness` refuses requests. It answers
+    as `create_app`'s would."""
     app = make_app(options)
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
@@ -417,7 +420,7 @@ async def _refused() -> None:
 
 
 def make_app(options: ServerOptions) -> FastAPI:
-    """Without routes."""
+    """An app without routes."""
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
     openapi_url = None if options.needs_key else "/openapi.json"
     app = FastAPI(
@@ -437,8 +440,8 @@ def make_app(options: ServerOptions) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    told = as_api_error(error)
-    if told.status == 405:
+    api_error = as_api_error(error)
+    if api_error.status == 405:
         # One path may have several routes.
         matching = [
             route
@@ -446,5 +449,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             if route.matches(request.scope)[0] is not Match.NONE
         ]
         methods = {method for route in matching for method in getattr(route, "methods", ())}
-        told.headers = {"Allow": ", ".join(sorted(methods))} if methods else told.headers
-    return told.response()
+        api_error.headers = {"Allow": ", ".join(sorted(methods))} if methods else api_error.headers
+    return api_error.response()

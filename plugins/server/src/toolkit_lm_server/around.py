@@ -1,4 +1,4 @@
-"""What operators put around the app: CORS, and middleware of their own."""
+"""Layers around the app: CORS, and the operator's own middleware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPOSED = ("x-request-id", "retry-after")
 """Headers of answers that a page's scripts may read, beside those that browsers allow by
 themselves."""
 _PREFLIGHT = 600
-"""Seconds for which a browser remembers what it may send."""
+"""Seconds for which a browser remembers a preflight's answer."""
 
 
 def load_middleware(names: list[str]) -> list[Any]:
@@ -55,7 +55,7 @@ def _load(name: str) -> Any:
 
 
 def wrapped(app: ASGIApp, options: ServerOptions) -> ASGIApp:
-    """The app with what is around it: CORS outermost, then middleware in its order. Raises
+    """The app inside its layers: CORS outermost, then middleware in its order. Raises
     ConfigError."""
     for name, made in reversed(
         list(zip(options.middleware, load_middleware(options.middleware), strict=True))

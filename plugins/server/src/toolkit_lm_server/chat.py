@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The route POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
-from toolkit_lm_server.generation import Generation, Piece, are_large
+from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_priority
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 _UNSAID = {"logprobs": None, "finish_reason": None}
-"""What a choice of a stream has anyway."""
+"""Fields of each choice in a stream, with their values before the end."""
 _SWITCHES = ("enable_thinking", "thinking")
-"""Names by which templates are told whether to reason."""
+"""Names of template variables that switch reasoning on and off."""
 
 
 class Chat:
@@ -52,8 +52,8 @@ class Chat:
         body: type[ChatBody] = ChatBody,
         options: ServerOptions | None = None,
     ) -> None:
-        """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that
-        there is not, PluginError."""
+        """`body`: the body class with plugins' fields. Raises PluginError, and ConfigError for an
+        unknown parser in the options."""
         self._engines = engines
         self.body = body
         options = options or ServerOptions()
@@ -71,8 +71,8 @@ class Chat:
         return await answer(lambda: reply.whole(choices), is_large=is_large)
 
     def budget(self, tokens: int | None, name: str, model: str | None = None) -> dict[str, Any]:
-        """The field that limits reasoning, where the model is known to reason. Else it is ignored,
-        and `name`, another API's, told of."""
+        """The field that limits reasoning, where the model is known to reason. Otherwise the limit
+        is ignored, and told under `name`, its name in another API."""
         if tokens is None:
             return {}
         # A model that is not served is refused with the rest of the body.
@@ -80,8 +80,8 @@ class Chat:
             return {BUDGET: tokens}
         (CALLER.get().unknown or STRICT).drop(
             name,
-            "this model's chat template shows no reasoning that is known here, and "
-            "--reasoning-parser names none.",
+            "this model's chat template shows no reasoning that is known here. Leave it out, or "
+            "ask the operator to choose a parser (reasoning_parser).",
         )
         return {}
 
@@ -91,37 +91,42 @@ class Chat:
         context: dict[str, str],
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> ChatAnswer:
-        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too.
+        """Checks the fields of a body, and asks the engine as `begin` does. Raises
+        RequestValidationError, too.
 
-        `names`: by field of ours, what another API calls it.
+        `names`: another API's names by our fields.
         """
         return await self.begin(validated(self.body, fields), context, names)
 
     async def count(self, fields: Mapping[str, Any], context: dict[str, str]) -> int:
-        """The tokens of a prompt. Raises as `ask`."""
+        """The number of tokens of a body's prompt. Raises the errors of `ask`."""
         body = validated(self.body, fields)
         engine = self._engines[body.model]
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        options = body.render_options() | _told(engine, use)
+        options = body.render_options() | _tools_option(engine, use)
         with engine.hold_rendering([(body.messages, options)], {"context": context}):
             rendered = await engine.renderer.render_conversation_async(body.messages, **options)
         return len(rendered.token_ids)
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
-        """Tells of switches that the chat template is given, and does not read. Raises RequestError
-        for what is no name.
+        """Tells of switches that the chat template is given and does not read. Raises RequestError
+        for a name that is not plain.
 
-        Documents that it does not read the renderer refuses: an answer without them would be
-        another one.
+        The renderer refuses documents that the template does not read, because an answer without
+        them would be another one.
         """
-        given = body.template_kwargs() or {}
-        if (unknown := CALLER.get().unknown) is None or body.chat_template is not None or not given:
+        kwargs = body.template_kwargs() or {}
+        if (
+            (unknown := CALLER.get().unknown) is None
+            or body.chat_template is not None
+            or not kwargs
+        ):
             return
         if (read := self._engines[body.model].renderer.template_names) is None:
             return
         reasons = self._formats[body.model].reasoning is not None
-        for name, value in given.items():
-            # What is so anyway need not be turned on or off.
+        for name, value in kwargs.items():
+            # A switch at its default need not be set.
             if name in read or (name in _SWITCHES and value == reasons):
                 continue
             if not is_plain(name):
@@ -139,9 +144,10 @@ class Chat:
         context: dict[str, str],
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> ChatAnswer:
-        """Asks the engine. `context`: what plugins that watch it are told. `names`: as of `ask`.
+        """Asks the engine. `context`: facts of the request for plugins that watch the engine.
+        `names`: another API's names by our fields.
 
-        Raises RequestError, ApiError for what gets no answer.
+        Raises RequestError and ApiError for a request that gets no answer.
         """
         engine = self._engines[body.model]
         formats = self._formats[body.model]
@@ -156,7 +162,7 @@ class Chat:
         if body.tools or body.tool_choice is not None or formats.reasoning is not None:
             await formats.prepare()
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-            # What tools' schemas say is read meanwhile: other requests do not wait for it.
+            # Schemas of tools are read in a thread: other requests do not wait for it.
             reading = (
                 await asyncio.to_thread(formats.reading_of, body, use)
                 if use.tools
@@ -166,7 +172,7 @@ class Chat:
             if reading.reasoning is not None:
                 options["stop_scope"] = reading.reasoning.stop_scope
         check_priority(engine, options)
-        rendering = body.render_options() | _told(engine, reading.use)
+        rendering = body.render_options() | _tools_option(engine, reading.use)
         outputs = engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
@@ -183,7 +189,7 @@ class Chat:
 
 
 class ChatAnswer:
-    """The answer to conversations, as OpenAI's objects. Take its `chunks` where the body asks for a
+    """The answer to conversations, as OpenAI's objects. Take `chunks` where the body asks for a
     stream, else `completion`."""
 
     def __init__(
@@ -194,7 +200,7 @@ class ChatAnswer:
         generation: Generation,
         reading: Reading,
     ) -> None:
-        """`conversations`: those of the body. A stream is of one."""
+        """`conversations`: all that the body has. A stream has one."""
         self._engine = engine
         self._body = body
         self._echoes = [_echo(messages) if body.echo else "" for messages in conversations]
@@ -202,11 +208,11 @@ class ChatAnswer:
         self._reader = AnswerReader(reading, generation, engine)
 
     async def aclose(self) -> None:
-        """Aborts what is not finished."""
+        """Aborts the sequences that are not finished."""
         await self._generation.aclose()
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, so far."""
+        """Token counts so far."""
         return self._reader.usage()
 
     async def completion(self) -> dict[str, Any]:
@@ -214,12 +220,13 @@ class ChatAnswer:
         whole = self.whole(await self.choices())
         return {**whole, "choices": [*whole["choices"]]}
 
-    async def choices(self) -> list[Piece]:
-        """What the whole answer is made of. Raises ApiError."""
+    async def choices(self) -> list[ChoicePiece]:
+        """The finished choices of the whole answer. Raises ApiError."""
         return await self._generation.choices()
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        """As `completion`, whose choices are made when they are taken."""
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
+        """The whole answer, a chat.completion. Its choices are an iterator, and each is made when
+        it is taken."""
         body = self._body
         generation = self._generation
         self._reader.count(choices)
@@ -241,7 +248,7 @@ class ChatAnswer:
             **prompt,
         }
 
-    def raw(self, choice: Piece) -> list[tuple[str, list[int]]]:
+    def raw(self, choice: ChoicePiece) -> list[tuple[str, list[int]]]:
         """Text and tokens of the prompt, as the model read it, and of a whole choice, as it was
         drawn."""
         decode = self._engine.renderer.decode
@@ -253,10 +260,10 @@ class ChatAnswer:
     async def chunks(
         self, *, in_pieces: bool = False
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError.
+        """The objects of a stream, each a chat.completion.chunk, as they come. Raises ApiError.
 
-        `in_pieces`: a call that a grammar holds the answer to comes as it is written, and may be
-        cut. Else all calls come whole.
+        `in_pieces`: a call that a grammar guarantees comes as it is written, and may be cut.
+        Otherwise all calls come whole.
         """
         body = self._body
         generation = self._generation
@@ -298,7 +305,7 @@ class ChatAnswer:
         if body.include_usage:
             yield [{**head, "choices": [], "usage": self.usage()}]
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: ChoicePiece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         token_bytes = self._engine.renderer.token_bytes
@@ -307,7 +314,7 @@ class ChatAnswer:
             piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes, named
         )
 
-    def _choice(self, choice: Piece) -> dict[str, Any]:
+    def _choice(self, choice: ChoicePiece) -> dict[str, Any]:
         body = self._body
         reader = self._reader
         parts, reason = reader.read(choice)
@@ -332,15 +339,15 @@ class ChatAnswer:
         }
 
 
-def _told(engine: ServingEngine, use: ToolUse) -> dict[str, Any]:
-    """The option that has the prompt tell of tools. An answer that must call one is bound to them
-    without that, too."""
-    is_told = use.tools and (not use.required or engine.renderer.writes_tools)
-    return {"tools": use.tools} if is_told else {}
+def _tools_option(engine: ServingEngine, use: ToolUse) -> dict[str, Any]:
+    """The option that has the prompt tell of tools. An answer that must call one is held to them
+    without it, too."""
+    are_rendered = use.tools and (not use.required or engine.renderer.writes_tools)
+    return {"tools": use.tools} if are_rendered else {}
 
 
 def _echo(messages: Conversation) -> str:
-    """What an answer begins with that goes on with the last message."""
+    """The text of the last message where it is the assistant's. The answer begins with it."""
     last = messages[-1]
     content = last.get("content") if last.get("role") == "assistant" else None
     parts = content if isinstance(content, list) else [{"text": content}]

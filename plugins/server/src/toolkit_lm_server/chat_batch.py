@@ -11,8 +11,8 @@ from toolkit_lm_server.protocol import ChatBody, examples
 
 
 class ChatBatchBody(ChatBody):
-    """POST /v1/chat/completions/batch: several conversations, each answered as a request of its own
-    would be."""
+    """POST /v1/chat/completions/batch: several conversations. Each is answered like a request of
+    its own."""
 
     model_config = examples(
         {

@@ -1,4 +1,4 @@
-"""`toolkit serve` and `toolkit render`."""
+"""The commands `toolkit serve` and `toolkit render`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 _WAITING = 64
-"""Threads, where they mostly wait for render servers."""
+"""Threads of a server whose threads mostly wait for render servers."""
 _ALONE = 0.5
-"""Seconds that the making of the engine has the interpreter for itself: its process waits for what
-it is to load."""
+"""Seconds that the making of the engine has the interpreter to itself. The engine's process waits
+for what it is to load."""
 
 
 @engine_command(ServerOptions)
@@ -50,7 +50,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
-    # What can fail at once does so before the engine starts.
+    # Checks that can fail at once run before the engine starts.
     check_names(plugins, options.routes)
     process = early_process()
 
@@ -97,7 +97,7 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
 
 
 def _end_at_once(uds: str | None, *_: object) -> None:
-    """Nothing is under way yet, and the engine ends with this process."""
+    """Ends this process, and the engine with it. No request is under way yet."""
     if uds is not None:
         with suppress(OSError):
             os.unlink(uds)
@@ -114,14 +114,14 @@ def _run(
     threads: SharedThreads | None = None,
     make_page: Callable[[], Page | None] = lambda: None,
 ) -> None:
-    """Serves what is made meanwhile, until a signal ends it."""
+    """Serves while `make` runs, and then what it made, until a signal ends it."""
     open_closed_streams()
     # A tokenizer whose regular expression takes too many steps panics, in Rust: its report has 3
     # lines, and 60 with a stack.
     if os.environ.get("RUST_BACKTRACE") != "full":
         os.environ["RUST_BACKTRACE"] = "0"
     configure(options)
-    # What is wrong with them is said before the engine starts.
+    # A fault in them is reported before the engine starts.
     context = tls_context(options)
     if options.middleware:
         from toolkit_lm_server.around import load_middleware

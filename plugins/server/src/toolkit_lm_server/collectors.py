@@ -36,14 +36,14 @@ LATENCY = (
     160.0,
     640.0,
 )
-"""Buckets of seconds."""
+"""Upper bounds of a histogram's buckets, in seconds."""
 
 
 class EngineProcesses(Collector):
-    """What the system says of engine processes: memory, CPU time, open files."""
+    """The system's figures of engine processes: memory, CPU time, open files."""
 
     def __init__(self, pids: Callable[[], Sequence[int | None]]) -> None:
-        """`pids`: by engine; None: it has no process."""
+        """`pids`: process ids by engine. None stands for an engine without a process."""
         self._pids = pids
 
     def collect(self) -> Iterator[Metric]:
@@ -53,18 +53,18 @@ class EngineProcesses(Collector):
             for family in ProcessCollector(
                 "toolkit_lm_engine", pid=partial(int, pid or 0), registry=None
             ).collect():
-                its = families.setdefault(
+                merged = families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )
-                its.samples += [
-                    one._replace(labels={**one.labels, ENGINE: str(number)})
-                    for one in family.samples
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, ENGINE: str(number)})
+                    for sample in family.samples
                 ]
         yield from families.values()
 
 
 class Intervals(Collector):
-    """A histogram of seconds that takes as many equal values at once as one likes."""
+    """A histogram of seconds that takes many equal values at once."""
 
     def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:
         self._name = name
@@ -74,7 +74,7 @@ class Intervals(Collector):
         registry.register(self)
 
     def observe(self, seconds: float, count: int) -> None:
-        """So many times."""
+        """Counts the value `count` times."""
         self._counts[bisect_left(LATENCY, seconds)] += count
         self._sum += seconds * count
 

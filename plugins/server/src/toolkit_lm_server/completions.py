@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The route POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
-from toolkit_lm_server.generation import Generation, Piece, are_large
+from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class CompletionBody(SamplingBody):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     model_config = examples(
         {"prompt": "Once upon a time", "max_tokens": 8},
@@ -47,13 +47,13 @@ class CompletionBody(SamplingBody):
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
     encoder_prompt: str | Items[int] | None = None
-    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the
-    decoder's can be given beside it."""
+    """The encoder's prompt of an encoder-decoder model, in place of `prompt`. `decoder_prompt` may
+    be given beside it."""
     decoder_prompt: str | Items[int] | None = None
     suffix: str | None = None
-    """What comes after the completion, of a model that fills in the middle."""
+    """Text after the completion, for a model that fills in the middle."""
     add_special_tokens: bool = True
-    """To prompts that are texts."""
+    """Text prompts get the tokenizer's special tokens."""
     echo: bool = False
     logprobs: int | None = None
 
@@ -66,11 +66,11 @@ class CompletionBody(SamplingBody):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """The prompt comes back with log probabilities of its own."""
+        """Whether the prompt comes back with log probabilities of its own."""
         return self.echo and self.logprobs is not None
 
     def prompts(self, most: int) -> list[Prompt]:
-        """Each prompt. Raises RequestError where there is none, or more than `most`."""
+        """The prompts of the body. Raises RequestError where there is none, or more than `most`."""
         prompts: Any = self.prompt
         if self.encoder_prompt is not None or self.decoder_prompt is not None:
             return [self._both_prompts()]
@@ -88,10 +88,10 @@ class CompletionBody(SamplingBody):
         if len(prompts) > most:
             raise RequestError(
                 f"prompt has {len(prompts)} prompts; this server takes at most {most} in one "
-                "request (max_prompts).",
+                "request (max_prompts). Send them in several requests.",
                 "prompt",
             )
-        return [_prompt(one) for one in prompts]
+        return [_prompt(prompt) for prompt in prompts]
 
     def _both_prompts(self) -> ExplicitEncoderDecoderPrompt:
         if self.prompt is not None or self.encoder_prompt is None:
@@ -105,12 +105,12 @@ class CompletionBody(SamplingBody):
         return both
 
 
-def _prompt(given: str | list[int]) -> SingletonPrompt:
-    return given if isinstance(given, str) else TokensPrompt(prompt_token_ids=given)
+def _prompt(prompt: str | list[int]) -> SingletonPrompt:
+    return prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
 
 
 class Completions:
-    """Texts that the models which are served go on with."""
+    """Completions of texts, by the served models."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Completions:
         options: ServerOptions,
         body: type[CompletionBody] = CompletionBody,
     ) -> None:
-        """`body`: with the fields of plugins."""
+        """`body`: the body class with plugins' fields."""
         self._engines = engines
         self._options = options
         self.body = body
@@ -137,8 +137,8 @@ class Completions:
     async def begin(
         self, body: CompletionBody, context: dict[str, str], *, fills: bool = False
     ) -> Generation:
-        """Asks the engine. `fills`: the middle is wanted, though there may be no suffix. Raises
-        RequestError, ApiError."""
+        """Asks the engine. `fills`: the middle is wanted, even without a suffix. Raises
+        RequestError and ApiError."""
         engine = self._engines[body.model]
         check_generates(engine)
         params = body.params()
@@ -171,7 +171,7 @@ class Completions:
     async def _rendered(
         self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool
     ) -> list[Prompt]:
-        """Prompts that are not tokenized as texts usually are."""
+        """The prompts, with those rendered that are not tokenized like usual texts."""
         if body.suffix and body.echo:
             raise RequestError("suffix is not supported with echo.", "suffix")
         if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
@@ -181,13 +181,14 @@ class Completions:
             fim = self._fim[body.model]
             return await asyncio.to_thread(
                 lambda: [
-                    fim.prompt(one, suffix) if isinstance(one, str) else one for one in prompts
+                    fim.prompt(prompt, suffix) if isinstance(prompt, str) else prompt
+                    for prompt in prompts
                 ]
             )
         return await side_by_side(self._bare(body, prompt) for prompt in prompts)
 
     async def _bare(self, body: CompletionBody, prompt: Prompt) -> Prompt:
-        """A text without the tokens that the tokenizer adds."""
+        """A text's tokens, without those that the tokenizer adds."""
         if not isinstance(prompt, str):
             return prompt
         rendered = await self._renderer(body).render_prompt_async(prompt, add_special_tokens=False)
@@ -196,7 +197,7 @@ class Completions:
     async def _beginnings(
         self, body: CompletionBody, prompts: Sequence[Prompt], most: int
     ) -> list[Prompt]:
-        """The first tokens of each."""
+        """The first tokens of each prompt, at most `most`."""
         if (
             body.suffix
             or body.encoder_prompt is not None
@@ -215,13 +216,14 @@ class Completions:
         return {"prompt_token_ids": rendered.token_ids[:most]}
 
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> Generation:
-        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
+        """Checks the fields of a body, and asks the engine as `begin` does. Raises
+        RequestValidationError, too."""
         return await self.begin(validated(self.body, fields), context)
 
     def _whole(
-        self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]
+        self, body: CompletionBody, generation: Generation, choices: Sequence[ChoicePiece]
     ) -> dict[str, Any]:
-        """The answer that is not a stream."""
+        """The whole answer, for a body that asks for no stream."""
         return {
             **self._head(body, generation),
             "choices": self._whole_choices(body, generation, choices),
@@ -229,26 +231,27 @@ class Completions:
         }
 
     def _whole_choices(
-        self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]
+        self, body: CompletionBody, generation: Generation, choices: Sequence[ChoicePiece]
     ) -> Iterator[dict[str, Any]]:
-        """With the log probabilities of a prompt, which may be many, made once for its choices."""
+        """The choices of a whole answer. A prompt's log probabilities, which may be many, are made
+        once for all of its choices."""
         known: RequestOutput | None = None
         made: dict[str, Any] = {"prompt_logprobs": None}
-        for one in choices:
-            prompt = generation.prompt(one.index)
+        for choice in choices:
+            prompt = generation.prompt(choice.index)
             if body.prompt_logprobs is not None and prompt is not known:
                 known = prompt
                 made = {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))}
-            yield self._whole_choice(body, generation, one) | made
+            yield self._whole_choice(body, generation, choice) | made
 
     def _whole_choice(
-        self, body: CompletionBody, generation: Generation, one: Piece
+        self, body: CompletionBody, generation: Generation, piece: ChoicePiece
     ) -> dict[str, Any]:
         echo: dict[str, Any] = (
-            self._echo(body, generation, one.index) if body.echo else {"text": ""}
+            self._echo(body, generation, piece.index) if body.echo else {"text": ""}
         )
-        choice = self._choice(one, body, len(echo["text"]))
-        choice |= generation.token_ids(one) if body.return_token_ids else {}
+        choice = self._choice(piece, body, len(echo["text"]))
+        choice |= generation.token_ids(piece) if body.return_token_ids else {}
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
             choice["logprobs"] = (
@@ -261,25 +264,25 @@ class Completions:
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(body, generation)
         echoed: dict[int, int] = {}
-        """By choice, the characters of its prompt."""
+        """Characters of the prompt that each choice echoes, by choice."""
         async for pieces in generation.pieces():
             chunks = []
-            for one in pieces:
+            for piece in pieces:
                 # The prompt's log probabilities are known when its first token is there.
-                if body.echo and one.index not in echoed:
-                    echo = await asyncio.to_thread(self._echo, body, generation, one.index)
-                    echoed[one.index] = len(echo["text"])
+                if body.echo and piece.index not in echoed:
+                    echo = await asyncio.to_thread(self._echo, body, generation, piece.index)
+                    echoed[piece.index] = len(echo["text"])
                     chunks.append(
                         {**head, "choices": [echo], **body.usage_so_far(generation.usage)}
                     )
-                wanted = generation.token_ids(one) if body.return_token_ids else {}
+                wanted = generation.token_ids(piece) if body.return_token_ids else {}
                 if (
-                    one.text
-                    or one.logprobs
-                    or one.finish_reason is not None
+                    piece.text
+                    or piece.logprobs
+                    or piece.finish_reason is not None
                     or wanted.get("token_ids")
                 ):
-                    choice = self._choice(one, body, echoed.get(one.index, 0)) | wanted
+                    choice = self._choice(piece, body, echoed.get(piece.index, 0)) | wanted
                     chunks.append(
                         {**head, "choices": [choice], **body.usage_so_far(generation.usage)}
                     )
@@ -288,11 +291,11 @@ class Completions:
             yield [{**head, "choices": [], "usage": generation.usage()}]
 
     def _echo(self, body: CompletionBody, generation: Generation, index: int) -> dict[str, Any]:
-        """The part of a choice that gives its prompt back, as the engine read it."""
+        """The part of a choice that repeats its prompt, as the engine read it."""
         prompt = generation.prompt(index)
         renderer = self._renderer(body)
         choice = self._choice(
-            Piece(
+            ChoicePiece(
                 index,
                 renderer.decode(prompt.prompt_token_ids)
                 if prompt.prompt is None
@@ -311,22 +314,24 @@ class Completions:
             )
         return choice
 
-    def _choice(self, one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:
-        """`body`: None where no log probabilities are told. `offset`: characters of the prompt
-        before the choice's text."""
-        logprobs, offset = None, offset + one.text_offset
+    def _choice(
+        self, piece: ChoicePiece, body: CompletionBody | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """A choice from a piece of it. `body`: None where no log probabilities are told. `offset`:
+        characters of the prompt before the choice's text."""
+        logprobs, offset = None, offset + piece.text_offset
         if body is not None and body.logprobs is not None:
             token_bytes = self._renderer(body).token_bytes
             named = body.logprob_token_ids
             logprobs = completion_logprobs(
-                one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named
+                piece.token_ids, piece.logprobs, body.logprobs, offset, token_bytes, named
             )
         return {
-            "index": one.index,
-            "text": one.text,
+            "index": piece.index,
+            "text": piece.text,
             "logprobs": logprobs,
-            "finish_reason": one.finish_reason,
-            "stop_reason": one.stop_reason,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
 
     def _head(self, body: CompletionBody, generation: Generation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify, and Cohere's /v1/embed and /v2/embed."""
+"""The routes POST /v1/embeddings, /pooling and /classify, and Cohere's /v1/embed and /v2/embed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _PROMPT_NAMES = {
     "classification": "classification",
     "clustering": "clustering",
 }
-"""Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""
+"""Cohere's input types, with the names that sentence-transformers' checkpoints give their
+prompts."""
 
 _OTHER_TOKENIZER = (
     " They are another tokenizer's: some clients tokenize texts themselves (LangChain's "
@@ -51,14 +52,14 @@ _OTHER_TOKENIZER = (
 
 
 class Embeddings:
-    """What a pooling model makes of texts, one by one."""
+    """Results of a pooling model for texts, one by one."""
 
     def __init__(self, engines: Engines, options: ServerOptions) -> None:
         self._engines = engines
         self._options = options
 
     async def embed(self, body: EmbeddingBody, request: Request) -> Response:
-        """One vector of each input."""
+        """Embeds each input as one vector."""
         engine = self._engines[body.model]
         outputs = await self._pool(engine, body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
@@ -74,7 +75,7 @@ class Embeddings:
         return await answer(make)
 
     async def pooling(self, body: AnyPoolingBody, request: Request) -> Response:
-        """Any pooling task of the model, raw."""
+        """Pools inputs by any task of the model, without further processing."""
         engine = self._engines[body.model]
         served = [task for task in engine.tasks if task in POOLING_TASKS]
         if body.task is None:
@@ -93,7 +94,7 @@ class Embeddings:
         if body.encoding_format in ("bytes", "bytes_only"):
             return await asyncio.to_thread(in_bytes, outputs, body, head(engine, "pool"))
 
-        def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
+        def item(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
             shape = (
                 {"shape": output.outputs.data.shape}
                 if body.encoding_format == "base64" and output.outputs.data is not None
@@ -104,7 +105,7 @@ class Embeddings:
         def make() -> dict[str, Any]:
             return {
                 **head(engine, "pool"),
-                "data": starmap(one, enumerate(outputs)),
+                "data": starmap(item, enumerate(outputs)),
                 "usage": usage(outputs),
             }
 
@@ -135,12 +136,12 @@ class Embeddings:
         return await answer(make)
 
     async def cohere_embed(self, body: CohereEmbedBody, request: Request) -> Response:
-        """One vector of each text, as Cohere's API has it."""
+        """Embeds each text as one vector, in the form of Cohere's API."""
         texts, outputs = await self._cohere(body, request)
         return await answer(lambda: self._by_type(body, texts, outputs, "2"))
 
     async def old_cohere_embed(self, body: CohereEmbedBody, request: Request) -> Response:
-        """One vector of each text, as the first version of Cohere's API has it."""
+        """Embeds each text as one vector, in the form of Cohere's first API."""
         texts, outputs = await self._cohere(body, request)
 
         def make() -> dict[str, Any]:
@@ -172,7 +173,9 @@ class Embeddings:
                 "truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens",
                 "dimensions": "output_dimension",
             },
-            prompt_name=prompt_name if prompt_name in engine.processor.texts.prompts else None,
+            prompt_name=prompt_name
+            if prompt_name in engine.processor.pooling.texts.prompts
+            else None,
             truncate_prompt_tokens=body.most_tokens(engine.config.max_model_len),
         )
         body.check_lengths(names, outputs)
@@ -234,17 +237,19 @@ class Embeddings:
     async def _bare(
         self, engine: ServingEngine, body: InputBody, prompts: list[Prompt], request: Request
     ) -> list[Prompt]:
-        """Texts in tokens, without those that the tokenizer adds."""
+        """Tokens of texts, without those that the tokenizer adds."""
         if body.prompt_name is not None:
             raise RequestError(
                 "add_special_tokens false is not supported with prompt_name.", "add_special_tokens"
             )
         render = engine.renderer.render_prompt_async
-        texts = [one for one in prompts if isinstance(one, str)]
+        texts = [text for text in prompts if isinstance(text, str)]
         with engine.hold_rendering(texts, {"context": request_context(request)}):
-            rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
+            rendered = await side_by_side(render(text, add_special_tokens=False) for text in texts)
         return (
-            [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
+            [TokensPrompt(prompt_token_ids=rendered_text.token_ids) for rendered_text in rendered]
+            if texts
+            else prompts
         )
 
     async def _rendered(
@@ -254,7 +259,7 @@ class Embeddings:
         options: dict[str, Any],
         request: Request,
     ) -> TokensPrompt:
-        """A conversation in tokens."""
+        """Tokens of a conversation."""
         with engine.hold_rendering([(messages, options)], {"context": request_context(request)}):
             rendered = await engine.renderer.render_conversation_async(messages, **options)
         if rendered.features:

@@ -15,14 +15,14 @@ ModelT = TypeVar("ModelT", bound=ServedModel)
 
 
 class ByModel(dict[str | None, T]):
-    """One thing for each served model, by each of the model's names. None: what a request gets that
-    names no model.
+    """A value for each served model, by each of the model's names. The key None is for requests
+    that name no model.
 
     A model that is not served raises ApiError (404).
     """
 
     def __missing__(self, name: str | None) -> NoReturn:
-        served = ", ".join(repr(one) for one in self if one is not None)
+        served = ", ".join(repr(name) for name in self if name is not None)
         raise ApiError(
             404,
             f"The model {printable(name or '')!r} does not exist. This server has {served}.",
@@ -31,9 +31,9 @@ class ByModel(dict[str | None, T]):
         )
 
     def each(self, make: Callable[[T], U]) -> ByModel[U]:
-        """The same names, with what `make` gives for each thing. It is called once for each."""
-        made = {id(one): make(one) for one in self.values()}
-        return ByModel((name, made[id(one)]) for name, one in self.items())
+        """The values that `make` gives, under the same names. It is called once for each value."""
+        made = {id(engine): make(engine) for engine in self.values()}
+        return ByModel((name, made[id(engine)]) for name, engine in self.items())
 
 
 Models = Mapping[str | None, ServedModel]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,21 +23,24 @@ from toolkit_lm.errors import (
     ToolkitError,
 )
 
+from toolkit_lm_server.wanted_values import wanted
+
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5
-"""Seconds after which a client may come again, where nobody knows better."""
+"""Seconds after which a client may come again, where no better time is known."""
 _NAME = 200
 _MESSAGE = 1000
-"""Characters of a client's name, and of a message, that are sent back."""
+"""Most characters of a message that are sent back, as `_NAME` is of a client's name."""
 _TYPES = {429: "rate_limit_exceeded"}
 VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
-"""By status, an error's type on routes that vLLM has and OpenAI has not."""
-_PROBLEMS = 2
+"""Types of errors by status, for routes that vLLM has and OpenAI has not."""
+_PLACES = 2
+"""Most wrong values of a body that an error describes. The others are counted."""
 _PART = 120
-"""Wrong values of a body of which all is told, and most characters of each part of it."""
+"""Most characters of a wrong value that are shown."""
 _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}
-"""What pydantic calls the members of a union, beside words that are no names."""
+"""Names that pydantic gives the members of a union, beside words that are not names."""
 
 
 class ErrorDetail(BaseModel):
@@ -46,7 +51,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What an error looks like, for the description of the API."""
+    """The shape of an error, for the description of the API."""
 
     error: ErrorDetail
 
@@ -65,23 +70,27 @@ _MEANINGS = {
 }
 
 
+Path = tuple[int | str, ...]
+"""Place of a value in a body: names of fields and indices."""
+_OWN = ("json_invalid", "unknown", "unsupported", "two_names")
+"""Kinds of complaints that are about a body as a whole, in words of their own."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
-    """A body of fields that are not checked yet. Raises RequestValidationError, as where FastAPI
-    reads a body."""
+    """A body from fields that are not checked yet. Raises RequestValidationError, like FastAPI
+    reading a body."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError(
-            [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         ) from None
 
 
 def described(*statuses: int, kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """The answers with these statuses, for the description of the API. `kind`: what an error looks
-    like."""
+    """Error answers with these statuses, for the description of the API. `kind`: the shape of an
+    error."""
     return {status: {"model": kind, "description": _MEANINGS[status]} for status in statuses}
 
 
@@ -110,53 +119,49 @@ class ApiError(Exception):
                 "code": code,
             }
         }
-        self.in_full: str | None = None
-        """The message with what pydantic says of each wrong value, for clients of OpenAI's API and
-        vLLM's."""
-        self.beside: dict[str, str] = {}
-        """Fields beside the error."""
+        self.extra_fields: dict[str, str] = {}
+        """Further fields of the response, next to `error`."""
 
     def response(self, types: Mapping[int, str] = MappingProxyType({})) -> JSONResponse:
-        """`types`: by status, what the error's type is, in the place of OpenAI's."""
-        told = self.body["error"]
-        changed = {
-            "message": self.in_full or told["message"],
-            "type": types.get(self.status, told["type"]),
-        }
-        return JSONResponse(
-            {**self.beside, "error": {**told, **changed}}, self.status, self.headers
-        )
+        """The answer of the error. `types`: types of errors by status, in place of OpenAI's."""
+        body = self.body["error"]
+        error = {**body, "type": types.get(self.status, body["type"] or "")}
+        return JSONResponse({**self.extra_fields, "error": error}, self.status, self.headers)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error as another API has it. `names`: by field, what that API calls it."""
-    told = error.body["error"]
-    ours = told["param"]
-    message = told["message"] or ""
+    """The error in the words of another API. `names`: that API's names by our fields."""
+    body = error.body["error"]
+    ours = body["param"]
+    message = body["message"] or ""
     if ours is None or (param := names.get(ours)) is None:
         return error
+    message = message.replace(ours, param)
+    # Names of other wrong values.
+    message = re.sub(r"(?<=')\w+", lambda name: names.get(name[0], name[0]), message)
     return ApiError(
         error.status,
-        message.replace(ours, param),
+        message,
         param=param,
-        code=told["code"],
+        code=body["code"],
         headers=error.headers,
     )
 
 
-def missing(field: str) -> ApiError:
-    """The error of a field that must be given."""
+def missing(field: str, where: str | None = None) -> ApiError:
+    """The error of a required field that is missing. `where`: its place, if it is inside of
+    `field`."""
     return ApiError(
         400,
-        f"You must provide the parameter {field!r}.",
+        f"You must provide the parameter {where or field!r}.",
         param=field,
         code="missing_required_parameter",
     )
 
 
 def printable(text: str, most: int = _NAME) -> str:
-    """The beginning of a client's text as it can be sent back: JSON may name lone surrogates, which
-    UTF-8 cannot."""
+    """The beginning of a client's text, safe to send back. JSON may name lone surrogates, which
+    UTF-8 cannot encode."""
     return (
         (text if len(text) <= most else f"{text[:most]}...")
         .encode(errors="backslashreplace")
@@ -165,7 +170,7 @@ def printable(text: str, most: int = _NAME) -> str:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of `error`. What is not the client's business goes to the log only."""
+    """The error that a client is told for `error`. Internal failures go to the log only."""
     match error:
         case ApiError():
             return error
@@ -177,7 +182,7 @@ def as_api_error(error: Exception) -> ApiError:
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=param, code=code)
         case RequestValidationError():
-            return _of_validation(error.errors())
+            return _validation_error(error.errors())
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case EngineDeadError():
@@ -191,90 +196,91 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "The server failed on this request.", code="internal_error")
 
 
-def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of pydantic's complaints, of which there is one for each member of a union, those of several
-    places."""
-    first = problems[0]
-    places = {_place(problem["loc"]): problem for problem in reversed(problems)}
-    error = _of_problem(first)
-    if (
-        first["type"] not in ("json_invalid", "unknown", "unsupported", "two_names")
-        and len(first["loc"]) > 1
-    ):
-        told = ", ".join(
-            _in_full(place, problem)
-            for place, problem in list(reversed(places.items()))[:_PROBLEMS]
-        )
-        message = error.body["error"]["message"]
-        count = len(places)
-        rest = f", and {count - _PROBLEMS} more errors" if count > _PROBLEMS else ""
-        whole = (
-            f"{message} (1 validation error: {told})"
-            if count == 1
-            else f"{count} validation errors: {message} {told}{rest}"
-        )
-        error.in_full = printable(whole, 2 * _MESSAGE)
-    return error
-
-
-def _place(loc: Sequence[int | str]) -> str:
-    """Where a wrong value is, as vLLM writes it: "body.messages.0.content", without what pydantic
-    calls a union's members."""
-    start, *path = loc
-    return ".".join(map(str, (start, *_path(path))))[:_PART]
-
-
-def _path(path: Sequence[int | str]) -> list[int | str]:
-    return [
-        part
-        for index, part in enumerate(path)
-        if isinstance(part, int) or index == 0 or (part.isidentifier() and part not in _BRANCHES)
-    ]
-
-
-def _in_full(place: str, problem: Mapping[str, Any]) -> str:
-    told = {"type": problem["type"], "loc": place, "msg": problem["msg"][:_PART]}
-    return str(
-        told
-        if problem["type"] == "missing"
-        else {**told, "input": _described_input(problem.get("input"))}
+def _validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The error for pydantic's complaints. A union gives one complaint for each member, and several
+    places may be wrong."""
+    places: dict[Path, list[Mapping[str, Any]]] = {}
+    for problem in _read_farthest(problems):
+        places.setdefault(_path(problem["loc"]), []).append(problem)
+    # A list with a wrong item is also a wrong value for the members of a union that take no list.
+    outer = {place[:end] for place in places for end in range(1, len(place))}
+    wrong = [(place, same) for place, same in places.items() if place not in outer]
+    errors = [_place_error(place, same) for place, same in wrong[:_PLACES]]
+    first = errors[0]
+    if len(wrong) == 1 or wrong[0][1][0]["type"] in _OWN:
+        return first
+    messages = [error.body["error"]["message"] or "" for error in errors]
+    if rest := len(wrong) - len(errors):
+        messages.append(f"There are {rest} more errors." if rest > 1 else "There is 1 more error.")
+    body = first.body["error"]
+    return ApiError(
+        first.status,
+        f"{len(wrong)} validation errors: {' '.join(messages)}",
+        param=body["param"],
+        code=body["code"],
     )
 
 
-def _described_input(value: Any) -> Any:
-    """What a client sent, which may be of any size."""
+def _read_farthest(problems: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The complaints without those of a union's members that failed before others of its members
+    did: only the last items of ["a", null] are wrong for a list of texts."""
+    reached: dict[Path, dict[int | str, Path]] = {}
+    """How far each member of a union has read."""
+    members = []
+    for problem in problems:
+        loc = tuple(problem["loc"][1:])
+        at = next((i for i in range(1, len(loc)) if _is_member(loc[i])), len(loc))
+        members.append((loc[:at], loc[at] if at < len(loc) else ""))
+        read = tuple(part if isinstance(part, int) else 0 for part in loc[at + 1 :])
+        of_union = reached.setdefault(loc[:at], {})
+        of_union[members[-1][1]] = min(read, of_union.get(members[-1][1], read))
+    return [
+        problem
+        for problem, (union, member) in zip(problems, members, strict=True)
+        if reached[union][member] == max(reached[union].values())
+    ]
+
+
+def _is_member(part: int | str) -> bool:
+    """Whether a part of a place is pydantic's name of a union's member."""
+    return isinstance(part, str) and (not part.isidentifier() or part in _BRANCHES)
+
+
+def _path(loc: Sequence[int | str]) -> Path:
+    """The place of a wrong value in the body. Pydantic's names of a union's members are left
+    out."""
+    return tuple(part for index, part in enumerate(loc[1:]) if not (index and _is_member(part)))
+
+
+def _shown(value: Any) -> str:
+    """A client's value, shortened for the error. It may be of any size."""
     match value:
         case list() | tuple():
             return f"<list of {len(value)} items>"
         case dict():
             return f"<dict of {len(value)} items>"
-        case str():
-            return value if len(value) <= _PART else f"{value[:_PART]}... [truncated]"
+        case str() if len(value) > _PART:
+            return json.dumps(f"{value[:_PART]}... [truncated]")
         case int() if abs(value) >= 10**_PART:
             return "<integer of many digits>"
-        case None | bool() | int() | float():
-            return value
+        case None | bool() | int() | float() | str():
+            return json.dumps(value)
         case _:
             return f"<{type(value).__name__}>"
 
 
-def _of_problem(problem: Mapping[str, Any]) -> ApiError:
-    """pydantic's complaint of one value. `loc` is ("body", field, ...), or ("body", offset) where
-    the body is no JSON."""
-    _, *path = problem["loc"]
-    path = _path(path)
+def _place_error(path: Path, problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The error of the value at `path`. An offset takes the place of the path where the body cannot
+    be parsed as JSON."""
+    problem = problems[0]
     field = path[0] if path and isinstance(path[0], str) else None
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     match problem["type"]:
         case "json_invalid":
-            return ApiError(
-                400,
-                "The body is not valid JSON: "
-                f"{problem.get('ctx', {}).get('error', 'it cannot be parsed')}.",
-            )
+            why = problem.get("ctx", {}).get("error", "it cannot be parsed")
+            return ApiError(400, f"The body is not valid JSON: {why}.")
         case "unknown":
             return ApiError(400, problem["msg"], param=field or problem["ctx"]["param"])
-        case "missing" if field is not None:
-            return missing(field)
         case "unsupported":
             return ApiError(
                 400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter"
@@ -287,8 +293,11 @@ def _of_problem(problem: Mapping[str, Any]) -> ApiError:
                 "The body must be a JSON object, sent with the header 'content-type: "
                 "application/json'.",
             )
+        case "missing":
+            return missing(field, where)
         case _:
-            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[
-                1:
-            ]
-            return ApiError(400, f"Invalid value for {where!r}: {problem['msg']}.", param=field)
+            words = wanted(problems)
+            shown = _shown(problem.get("input"))
+            # A plugin's body may be checked in words of its own.
+            why = problem["msg"] if words is None else f"it must be {words}, not {shown}"
+            return ApiError(400, f"Invalid value for {where!r}: {why}.", param=field)

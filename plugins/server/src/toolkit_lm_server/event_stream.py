@@ -20,7 +20,7 @@ from toolkit_lm_server.route import unless_disconnected
 
 
 class Source(Protocol):
-    """What events are made of."""
+    """The source that events are made from."""
 
     async def aclose(self) -> None: ...
 
@@ -32,12 +32,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ToldError(Exception):
-    """An error that events have told of: it is for the log."""
+    """An error that a stream's event has told the client already. The log still needs it."""
 
 
 class EventStream(Response):
-    """Sends objects as they come, then "[DONE]". `source`, what they are made of, is closed when
-    the client goes away.
+    """Sends objects as they come, then "[DONE]". `source` makes the events, and is closed when the
+    client goes away.
 
     Objects that come together are sent together. An error after the start of the stream is an event
     of its own, in the shape of an error body.
@@ -45,9 +45,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     end = b"data: [DONE]\n\n"
-    """What follows the last object."""
+    """The bytes after the last object."""
     comment = b": keep-alive\n\n"
-    """What is sent while nothing comes. Clients read over it."""
+    """The bytes sent while nothing comes. Clients skip them."""
 
     def __init__(self, events: Events, source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
@@ -85,26 +85,26 @@ class EventStream(Response):
         except ToldError as error:
             scope[REASON] = str(error)
         except Exception as error:
-            told = as_api_error(error)
-            scope[REASON] = str(told)
-            end = self.frame(self.failure(told)) + self.end
+            api_error = as_api_error(error)
+            scope[REASON] = str(api_error)
+            end = self.frame(self.failure(api_error)) + self.end
         await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @staticmethod
     def frame(event: dict[str, Any]) -> bytes:
-        """An object, as it is sent."""
+        """The bytes of an object in the stream."""
         return b"data: %b\n\n" % _encode(event)
 
     @staticmethod
     def failure(error: ApiError) -> dict[str, Any]:
-        """The last object of a stream that fails, and does not tell of it by itself."""
+        """The last object of a stream that fails and has not told of it by itself."""
         return error.body
 
 
 @asynccontextmanager
 async def _beating(send: Send, comment: bytes, seconds: float | None) -> AsyncIterator[Send]:
-    """`send`, beside which the comment is sent whenever nothing was for so many seconds."""
+    """A `send` beside which the comment is sent whenever nothing was sent for `seconds`."""
     if not comment or seconds is None:
         yield send
         return
@@ -135,8 +135,8 @@ async def stream_of(
     events: Callable[[SourceT], Events],
     kind: type[EventStream] = EventStream,
 ) -> EventStream:
-    """The stream of what `begin` gives. It begins without it, with comments, where that takes long:
-    errors are events then."""
+    """The stream of the source that `begin` gives. Where `begin` takes long, the stream starts with
+    comments. Later errors are events."""
     late = _Late(asyncio.ensure_future(begin), events)
     try:
         await asyncio.wait([late.task], timeout=CALLER.get().keep_alive if kind.comment else None)
@@ -150,15 +150,15 @@ async def stream_of(
 
 
 async def telling(events: Events, failure: Callable[[ApiError], dict[str, Any]]) -> Events:
-    """The events, and where they fail, one that tells of it. Raises ToldError then."""
+    """The events. Where they fail, the last event tells of the failure, and ToldError is raised."""
     try:
         async with aclosing(events):
             async for some in events:
                 yield some
     except Exception as error:
-        told = as_api_error(error)
-        yield [failure(told)]
-        raise ToldError(str(told)) from error
+        api_error = as_api_error(error)
+        yield [failure(api_error)]
+        raise ToldError(str(api_error)) from error
 
 
 class _Late:
@@ -181,8 +181,8 @@ class _Late:
 
 
 class NamedEvents(EventStream):
-    """Events that are named by the field `type` of their objects. The last one says itself that it
-    is."""
+    """Events that are named by the field `type` of their objects. The last one marks the end
+    itself."""
 
     end = b""
 
@@ -192,7 +192,7 @@ class NamedEvents(EventStream):
 
 
 class JsonLines(EventStream):
-    """Objects, one a line. The last one says itself that it is."""
+    """Objects, one a line. The last one marks the end itself."""
 
     media_type = "application/x-ndjson"
     end = b""

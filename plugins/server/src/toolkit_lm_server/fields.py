@@ -1,4 +1,4 @@
-"""Fields of bodies: lists that tell their first wrong item, and what parameters become."""
+"""Fields of bodies: lists that report their first wrong item, and fields of sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from toolkit_lm.config import Option
 from toolkit_lm.param_spec import spec_of
 
 _ELSEWHERE = ("logprobs", "detokenize", "extra_args")
-"""Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins
-have fields as core's have."""
+"""Sampling parameters without a field here. Each route has its own `logprobs`, an answer is text,
+and plugins' parameters have fields like core's."""
 
 
 class _FailFast:
-    """As pydantic.FailFast, and hashable, which members of unions must be."""
+    """pydantic.FailFast, made hashable, which members of unions must be."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -28,12 +28,12 @@ class _FailFast:
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], _FailFast()]
-"""A list of which the first wrong item is told. A body has room for millions of them, and each
+"""A list that reports its first wrong item only. A body has room for millions of items, and each
 error costs time and memory."""
 
 
 def parameter_fields(params: Mapping[str, Option]) -> dict[str, Any]:
-    """Type and default of each parameter's field. None: not given."""
+    """Type and default of each parameter's field. None stands for a parameter that is not given."""
     return {
         name: (Union[(*map(_body_type, o.kinds), None)], _described(o))
         for name, o in params.items()
@@ -42,7 +42,7 @@ def parameter_fields(params: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _body_type(kind: Any) -> Any:
-    """The type of a parameter's field: lists tell their first wrong item, and mappings are left to
+    """The type of a parameter's field. Lists report their first wrong item. Mappings are left to
     the parameter's own check."""
     if get_origin(kind) is list:
         return Annotated[kind, _FailFast()]
@@ -51,8 +51,8 @@ def _body_type(kind: Any) -> Any:
 
 
 def _described(o: Option) -> Any:
-    """The description has the parameter's bounds. SamplingParams checks them: its errors name
-    them."""
+    """The parameter's bounds, for the description of the API. SamplingParams checks them, and its
+    errors name them."""
     spec = spec_of(o)
     bounds: dict[str, Any] = {"minimum": spec.ge, "exclusiveMinimum": spec.gt, "maximum": spec.le}
     bounds |= {"maxItems": spec.max_items, "maxLength": spec.max_length}

@@ -1,4 +1,4 @@
-"""The figures of Metrics: their names, what they say, and their buckets."""
+"""The figures of Metrics: their names, help texts and buckets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Kind = TypeVar("Kind", Counter, Gauge)
 
 
 class Figures:
-    """Of one engine, or several, and of the HTTP requests to them."""
+    """Figures of one engine or several, and of the HTTP requests to them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """All of them are in `registry` then, in the order in which they are told."""
+        """Registers all figures in `registry`, in the order in which they are told."""
         self.registry = registry
         self._add_load()
         self._add_states()
@@ -34,14 +34,14 @@ class Figures:
         self._add_http()
 
     def _add_load(self) -> None:
-        """What the engine has under way."""
-        its = self._of_engine
-        self.running = its(
+        """Adds figures of the engine's current load."""
+        metric = self._labelled
+        self.running = metric(
             Gauge,
             "num_sequences_running",
             "Sequences of the requests that have a place in the batch.",
         )
-        self.waiting = its(
+        self.waiting = metric(
             Gauge, "num_requests_waiting", "Requests that wait for a place in the batch."
         )
         self.waiting_by_reason = Gauge(
@@ -52,10 +52,10 @@ class Figures:
         )
         for reason in WAITS:
             self.waiting_by_reason.labels("0", reason)
-        self.cache_usage = its(
+        self.cache_usage = metric(
             Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1."
         )
-        self.host_usage = its(
+        self.host_usage = metric(
             Gauge,
             "kv_cache_host_usage_ratio",
             "Used part of the host blocks that requests are swapped to, 0 to 1.",
@@ -68,7 +68,7 @@ class Figures:
         )
 
     def _add_states(self) -> None:
-        """Whether engines serve."""
+        """Adds figures of engines' states: whether they serve."""
         self.status = Gauge(
             "toolkit_lm_engine_status",
             "1 for the engine's status, 0 for others.",
@@ -89,37 +89,39 @@ class Figures:
         )
 
     def _add_counts(self) -> None:
-        """What the engine has done."""
-        its = self._of_engine
-        self.preemptions = its(
+        """Adds counters of the engine's work."""
+        metric = self._labelled
+        self.preemptions = metric(
             Counter,
             "preemptions",
             "Requests that lost their place in the batch for want of blocks.",
         )
-        self.prompt_tokens = its(
+        self.prompt_tokens = metric(
             Counter,
             "prompt_tokens",
             "Prompt tokens of the requests that got a first token, or were pooled.",
         )
-        self.queries = its(
+        self.queries = metric(
             Counter,
             "prefix_cache_queries",
             "Prompt tokens that were looked up in the prefix cache.",
         )
-        self.hits = its(
+        self.hits = metric(
             Counter,
             "prefix_cache_hits",
             "Of these, tokens whose keys and values were in the cache.",
         )
-        self.generation_tokens = its(Counter, "generation_tokens", "Output tokens, as they come.")
-        self.compilations = its(
+        self.generation_tokens = metric(
+            Counter, "generation_tokens", "Output tokens, as they come."
+        )
+        self.compilations = metric(
             Counter,
             "compilations_after_ready",
             "Graphs that torch compiled while requests waited. It should stay 0.",
         )
 
     def _add_ends(self) -> None:
-        """How requests end."""
+        """Adds counters of requests, by how they end."""
         self.finished = Counter(
             "toolkit_lm_requests_finished",
             "Ended requests of the engine, by reason: each input of an HTTP request is one.",
@@ -140,7 +142,7 @@ class Figures:
         )
 
     def _add_times(self) -> None:
-        """How long requests take."""
+        """Adds histograms of requests' times."""
         self.queue_time = self._seconds(
             "request_queue_time_seconds", "From arrival to a place in the batch."
         )
@@ -168,7 +170,7 @@ class Figures:
         self.latency = self._seconds("e2e_request_latency_seconds", "From arrival to the end.")
 
     def _add_lengths(self) -> None:
-        """How large requests are."""
+        """Adds histograms of requests' sizes."""
         self.prompt_length = self._lengths(
             "request_prompt_tokens", "Prompt tokens of an ended request."
         )
@@ -186,7 +188,7 @@ class Figures:
         )
 
     def _add_steps(self) -> None:
-        """The KV cache, and steps."""
+        """Adds figures of the KV cache and of steps."""
         self.kv_cache = Gauge(
             "toolkit_lm_kv_cache_info",
             "1. The labels tell the size of the KV cache: tokens, and requests of the longest "
@@ -203,7 +205,7 @@ class Figures:
         )
 
     def _add_http(self) -> None:
-        """HTTP requests."""
+        """Adds figures of HTTP requests."""
         self.http_requests = Counter(
             "http_requests",
             "HTTP requests, by route, method and class of status.",
@@ -221,8 +223,9 @@ class Figures:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"toolkit_lm_{name}", help, registry=self.registry)
 
-    def _of_engine(self, kind: type[Kind], name: str, help: str) -> Kind:
-        """With a label that says which engine. The first is told from the start."""
+    def _labelled(self, kind: type[Kind], name: str, help: str) -> Kind:
+        """A figure with a label that says which engine. The first engine's is told from the
+        start."""
         made = kind(f"toolkit_lm_{name}", help, [ENGINE], registry=self.registry)
         made.labels("0")
         return made

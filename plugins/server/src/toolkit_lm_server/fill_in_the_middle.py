@@ -1,4 +1,4 @@
-"""Prompts with a text on both sides of what is wanted (FIM)."""
+"""Prompts with a text on both sides of the wanted one (FIM)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _SPELLINGS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Of Qwen and CodeGemma, StarCoder, SantaCoder, DeepSeek, CodeLlama: the tokens before the prefix,
-the suffix, and what is wanted."""
+"""The tokens before the prefix, the suffix and the wanted text. Models: Qwen and CodeGemma,
+StarCoder, SantaCoder, DeepSeek, CodeLlama (two spellings)."""
 _ANCHOR = "☺"
-"""No token goes on after it, as CodeLlama's reference has it. Two have less tokens than twice one
-where a space is put before texts."""
+"""A character that no token continues, as in CodeLlama's reference. Two of it have fewer tokens
+than twice one where a space is put before texts."""
 
 
 class FillInTheMiddle:
-    """Makes prompts with a suffix, by the tokens that the vocabulary has for that. Its methods take
-    a while."""
+    """Makes prompts with a suffix, using the vocabulary's tokens for it. The methods take a
+    while."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._marks: list[int] | None = None
 
     def prompt(self, prefix: str, suffix: str) -> TokensPrompt:
-        """The two texts as they are, with the tokens that tell them apart. Raises RequestError
-        where there are none."""
+        """A prompt of the two texts as they are, with the tokens that tell them apart. Raises
+        RequestError where the vocabulary has no such tokens."""
         before, after, middle = self._known()
         start, token_ids = self._split(prefix)
         return TokensPrompt(
@@ -62,11 +62,11 @@ class FillInTheMiddle:
         return found
 
     def _following(self, text: str) -> list[int]:
-        """The tokens of a text that comes after another: tokenizers that put a space before each
-        text put none before this one."""
-        one, two, whole = (self._bare(_ANCHOR + more) for more in ("", _ANCHOR, text))
-        if text and len(two) < 2 * len(one) and whole[: len(one)] == one:
-            return whole[len(one) :]
+        """The tokens of a text that comes after another. A tokenizer that puts a space before each
+        text puts none before this one."""
+        first, two, whole = (self._bare(_ANCHOR + more) for more in ("", _ANCHOR, text))
+        if text and len(two) < 2 * len(first) and whole[: len(first)] == first:
+            return whole[len(first) :]
         return self._bare(text) if text else []
 
     def _bare(self, text: str) -> list[int]:
@@ -76,7 +76,7 @@ class FillInTheMiddle:
         return token_ids
 
     def _split(self, text: str) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before a text, and those of the text."""
+        """The special tokens that the tokenizer puts before a text, and the text's own."""
         if not text:
             return self._split("a")[0], []
         bare = self._bare(text)

@@ -1,5 +1,5 @@
-"""When the server's process looks through its garbage, and gives memory back to the system: when
-there is little to do."""
+"""The garbage collector of the server's process. It collects, and gives memory back to the system,
+while there is little to do."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from contextlib import suppress
 import psutil
 
 _THRESHOLDS = (1_000, 10, 1_000)
-"""New objects are looked at as often as by default, but all of them once there are ten million
-more."""
+"""Thresholds of gc. Young objects are looked at as often as by default, and all objects once ten
+million more exist."""
 _INTERVAL = 1.0
-"""Seconds from one look at how many there are to the next."""
+"""Seconds from one count of the objects to the next."""
 _REST = 10.0
-"""Seconds from one collection to the next look. Whoever asks meanwhile waits for it, so that one a
-second would be felt by one in fifty."""
+"""Seconds from one collection to the next count. Requests wait for a collection: at one a second,
+one request in fifty would feel it."""
 _FEW = 30_000
-"""Objects that are looked through in 20 ms. A call of 32,000 sequences has ten times as many while
-it lasts."""
+"""Objects that a collection looks through in 20 ms. A call of 32,000 sequences has ten times as
+many while it lasts."""
 _GROWN = 1.05
-"""Memory is given back where the process has so many times as much as after the last time."""
+"""Growth of the process's memory, since memory was last given back, at which it is given back
+again."""
 
 
 class Garbage:
-    """A full collection stops the process: 0.2 s beside large requests, and 2 ms where there are
-    none."""
+    """Collects garbage between requests. A full collection stops the process: 0.2 s beside large
+    requests, and 2 ms without any."""
 
     def __init__(self) -> None:
-        """What is there already stays, and is not looked at again."""
+        """Freezes the objects that exist already, so that no collection looks at them."""
         gc.freeze()
         gc.set_threshold(*_THRESHOLDS)
         self._next = 0.0
@@ -39,7 +40,7 @@ class Garbage:
         self._kept = resident_bytes()
 
     def tend(self, *, is_idle: bool = False) -> None:
-        """Collects, now and then, where little is there. Call it often. `is_idle`: no request is
+        """Collects now and then, when few objects exist. Call it often. `is_idle`: no request is
         under way."""
         now = time.monotonic()
         if now >= self._next:
@@ -55,7 +56,7 @@ class Garbage:
 
 
 def _trim() -> Callable[[int], object]:
-    """malloc_trim of the C library; where there is none, nothing."""
+    """The C library's malloc_trim. A function without effect where the library has none."""
     with suppress(OSError, AttributeError):
         found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
         return found
@@ -63,5 +64,5 @@ def _trim() -> Callable[[int], object]:
 
 
 def resident_bytes() -> int:
-    """Bytes of memory that the process has."""
+    """Bytes of memory that the process holds."""
     return psutil.Process().memory_info().rss

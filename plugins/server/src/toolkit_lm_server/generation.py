@@ -1,4 +1,5 @@
-"""One HTTP request's work in the engine: its outputs as pieces of choices, and what it used."""
+"""The engine's work for one HTTP request: its outputs as pieces of choices, and its token
+counts."""
 
 from __future__ import annotations
 
@@ -24,35 +25,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("uvicorn.error")
 
 _PLACE = re.compile(r"(plugin '[^']*' \([^()]*), [^(),]*:\d+\)")
-"""A plugin that has failed, and in which line of which file."""
+"""A plugin that has failed, and the line and file of the failure."""
 _LARGE = 5_000
-"""Characters and log probabilities of an answer whose making would be felt on the event loop."""
+"""Characters and log probabilities of an answer that would block the event loop while it is
+made."""
 
 Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
-"""What AsyncLLM.generate_many gives."""
+"""The outputs of AsyncLLM.generate_many."""
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoicePiece:
     """A part of one choice: what is new in it, or the whole of it."""
 
     index: int
-    """Of the choice: n choices per prompt, prompt by prompt."""
+    """Index of the choice: n choices per prompt, prompt by prompt."""
     text: str
     text_offset: int = 0
-    """Characters of the choice before this text."""
+    """Characters of the choice before this piece."""
     token_ids: list[int] = field(default_factory=list)
     token_offset: int = 0
-    """Tokens of the choice before these."""
+    """Tokens of the choice before this piece."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """One per token, where asked for."""
+    """Log probabilities of each token, where asked for."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 class Generation:
-    """The engine's work on some prompts. Take its `pieces` or its `choices`; `usage` is final after
-    that."""
+    """The engine's work on some prompts. Take `pieces` or `choices`. After that, `usage` is
+    final."""
 
     def __init__(
         self,
@@ -63,8 +65,8 @@ class Generation:
         *,
         names: bool = False,
     ) -> None:
-        """`first`: what `rest` gave before. Whoever awaits it learns of a bad request
-        (RequestError) before an answer has begun.
+        """`first`: the first outputs of `rest`. Awaiting them shows a bad request (RequestError)
+        before an answer has begun.
 
         Outputs are deltas, or final ones only. `names`: log probabilities name tokens by their ids.
         """
@@ -81,12 +83,12 @@ class Generation:
 
     async def check_first(self) -> None:
         """Raises ApiError where a sequence failed at once (400, 500), or the time was over before
-        there was any token (504).
+        any token came (504).
 
         A partial answer is an answer.
         """
         choices = [choice for _, output in self._first for choice in output.outputs]
-        # What is not there yet may still get a token.
+        # An output that does not exist yet may still get a token.
         late = len(choices) == self._num_prompts * self._n and all(
             _is_late(choice) for choice in choices
         )
@@ -96,43 +98,43 @@ class Generation:
             raise failures[0] if failures else _too_late()
 
     async def aclose(self) -> None:
-        """Aborts what is not finished."""
+        """Aborts the sequences that are not finished."""
         await self._rest.aclose()
 
     @property
     def first_prompt_token_ids(self) -> list[int]:
-        """Of the first prompt: they are known before there are pieces."""
+        """The first prompt's token ids, known before any piece."""
         return self._first[0][1].prompt_token_ids
 
     def prompt(self, choice: int) -> RequestOutput:
-        """What is known of a choice's prompt: the tokens that the engine read, its log
-        probabilities once the choice has a token."""
+        """The output that describes a choice's prompt: its token ids, and its log probabilities
+        once the choice has a token."""
         return self._latest[choice // self._n]
 
     def token_names(self, renderer: Renderer, token_ids: Sequence[int]) -> list[str]:
-        """As log probabilities have them."""
+        """Names of tokens, as log probabilities have them."""
         return list(map(_name, token_ids)) if self._names else renderer.token_texts(token_ids)
 
-    def token_ids(self, one: Piece) -> dict[str, Any]:
-        """vLLM's fields of a choice: its token ids, and with the first of them those of its
-        prompt."""
+    def token_ids(self, piece: ChoicePiece) -> dict[str, Any]:
+        """vLLM's fields of a choice: its token ids. The choice's first piece has the prompt's token
+        ids, too."""
         first = (
             {}
-            if one.token_offset
-            else {"prompt_token_ids": self.prompt(one.index).prompt_token_ids}
+            if piece.token_offset
+            else {"prompt_token_ids": self.prompt(piece.index).prompt_token_ids}
         )
-        return {"token_ids": one.token_ids, **first}
+        return {"token_ids": piece.token_ids, **first}
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What is new, as it comes. Raises ApiError when a sequence fails: 400 where the request's
-        parameters are why, else 500."""
+    async def pieces(self) -> AsyncGenerator[list[ChoicePiece], None]:
+        """The new pieces, as they come. Raises ApiError when a sequence fails: 400 where the
+        request's parameters are the cause, else 500."""
         yield self._pieces(self._first)
         async for found in self._rest:
             yield self._pieces(found)
 
-    async def choices(self) -> list[Piece]:
-        """Every choice, in order, where outputs are final ones only. Aborts the requests when it is
-        cancelled."""
+    async def choices(self) -> list[ChoicePiece]:
+        """Every choice in order, from outputs that are final ones only. Aborts the requests when it
+        is cancelled."""
         async with aclosing(self):
             found = [piece async for pieces in self.pieces() for piece in pieces]
         if all(map(_is_late, found)):
@@ -140,7 +142,7 @@ class Generation:
         return sorted(found, key=lambda piece: piece.index)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, so far. Prompts count as the engine read them."""
+        """Token counts so far. Prompts count as the engine read them."""
         prompt = sum(output.num_prompt_tokens for output in self._latest.values())
         completion = sum(self._num_tokens)
         return {
@@ -152,26 +154,31 @@ class Generation:
             },
         }
 
-    def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[Piece]:
+    def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[ChoicePiece]:
         pieces = []
         for number, output in found:
             if self._names:
                 known = () if number in self._latest else output.prompt_logprobs or ()
                 _name_tokens(
-                    [*known, *(table for one in output.outputs for table in one.logprobs or ())]
+                    [
+                        *known,
+                        *(table for output in output.outputs for table in output.logprobs or ()),
+                    ]
                 )
             self._latest[number] = output
             if _has_failed(output):
                 raise _failure(output)
-            pieces += [self._piece(number * self._n + one.index, one) for one in output.outputs]
+            pieces += [
+                self._piece(number * self._n + output.index, output) for output in output.outputs
+            ]
         return pieces
 
-    def _piece(self, index: int, new: CompletionOutput) -> Piece:
+    def _piece(self, index: int, new: CompletionOutput) -> ChoicePiece:
         offset = self._num_characters[index]
         before = self._num_tokens[index]
         self._num_characters[index] += len(new.text)
         self._num_tokens[index] += len(new.token_ids)
-        return Piece(
+        return ChoicePiece(
             index,
             new.text,
             offset,
@@ -193,13 +200,13 @@ def _name_tokens(tables: Sequence[dict[int, Logprob] | None]) -> None:
             entry.decoded_token = _name(token_id)
 
 
-def are_large(choices: Sequence[Piece]) -> bool:
+def are_large(choices: Sequence[ChoicePiece]) -> bool:
     """Whether an answer with these choices takes long to make."""
-    return sum(len(one.text) + sum(map(len, one.logprobs)) for one in choices) > _LARGE
+    return sum(len(choice.text) + sum(map(len, choice.logprobs)) for choice in choices) > _LARGE
 
 
 def _has_failed(output: RequestOutput) -> bool:
-    return any(one.finish_reason == "error" for one in output.outputs)
+    return any(output.finish_reason == "error" for output in output.outputs)
 
 
 def _failure(output: RequestOutput) -> ApiError:
@@ -210,16 +217,16 @@ def _failure(output: RequestOutput) -> ApiError:
     return model_failure("this request", error)
 
 
-def model_failure(what: str, error: str) -> ApiError:
-    """The answer where the model has failed on `what`. Where the files of plugins lie goes to the
-    log only."""
-    logger.error("the model failed on %s: %s", what, json.dumps(error))
-    told = _PLACE.sub(r"\1)", error)
-    return ApiError(500, f"The model failed on {what}: {told}.", code="model_error")
+def model_failure(subject: str, error: str) -> ApiError:
+    """The error of a model that has failed on `subject`. The paths of plugins' files go to the log
+    only."""
+    logger.error("the model failed on %s: %s", subject, json.dumps(error))
+    message = _PLACE.sub(r"\1)", error)
+    return ApiError(500, f"The model failed on {subject}: {message}.", code="model_error")
 
 
-def _is_late(one: CompletionOutput | Piece) -> bool:
-    return one.finish_reason == "timeout" and not one.token_ids
+def _is_late(output: CompletionOutput | ChoicePiece) -> bool:
+    return output.finish_reason == "timeout" and not output.token_ids
 
 
 def _too_late() -> ApiError:

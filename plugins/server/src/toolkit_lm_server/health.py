@@ -1,4 +1,4 @@
-"""Whether requests are served: /live, /health and /ready."""
+"""The health of the server: /live, /health and /ready."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 from toolkit_lm_server.watched import Watched, engine_states
 
 _ALIVE = ("starting", "ready", "restarting")
-"""What lives, or comes to life by itself: whoever watches the server has no reason to end it."""
+"""States of an engine that lives, or comes to life by itself. A supervisor has no reason to end the
+server."""
 _TEMPORARY = ("starting", "restarting", "stalled")
 
 
 class Readiness:
-    """Answers /live, /health and /ready, and refuses the requests that nobody would serve."""
+    """Answers /live, /health and /ready, and refuses requests that could not be served."""
 
     def __init__(self, engine: Watched) -> None:
         self.engine = engine
         self.draining = False
-        """No new request is taken: the server ends when those under way have ended."""
+        """New requests are refused. The server ends when those under way have ended."""
 
     async def live(self) -> Response:
         """200 while the engine starts or makes progress; 503 with the reason when it has stalled or

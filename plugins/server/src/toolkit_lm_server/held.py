@@ -1,4 +1,4 @@
-"""What a render server knows of the items that engines elsewhere hold: it need not decode and
+"""A render server's knowledge of media items that engines elsewhere hold. It need not decode and
 process them again."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from toolkit_lm.renderer import HeldFeature, Rendered
 from toolkit_lm_server.caller import CALLER
 
 _MOST_TOKENS = 2**22
-"""Of all items together: 16 MiB."""
+"""Most tokens of all known items together: 16 MiB."""
 _LEAST = 64
-"""Tokens that an item counts as at least."""
+"""Fewest tokens that an item counts as."""
 
 
 class _Facts(NamedTuple):
@@ -33,19 +33,19 @@ class _Facts(NamedTuple):
 
 
 class HeldElsewhere:
-    """A FeatureLookup of requests that say themselves what their engine holds. Thread-safe."""
+    """A FeatureLookup for requests that list the items which their engine holds. Thread-safe."""
 
     def __init__(self, most: int = _MOST_TOKENS) -> None:
         self._facts: OrderedDict[str, _Facts] = OrderedDict()
-        """By identifier, the longest unused first: small facts of items that were rendered here,
-        and none of their data."""
+        """Facts of items that were rendered here, by identifier, the longest unused first. They are
+        small, and hold none of the items' data."""
         self._most = most
         self._size = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def of(self, held: Collection[str]) -> Iterator[None]:
-        """For one request, whose engine holds these."""
+        """Sets the items that the engine of one request holds."""
         token = CALLER.set(structs.replace(CALLER.get(), held=frozenset(held)))
         try:
             yield
@@ -65,23 +65,25 @@ class HeldElsewhere:
         return sorted(CALLER.get().held)[:limit]
 
     def without_data(self, rendered: Rendered) -> Rendered:
-        """What an engine is sent: without the data that it holds. The items are known from now
-        on."""
+        """The prompt to send to an engine, without the data that it holds. Remembers the facts of
+        the prompt's items."""
         if not rendered.features:
             return rendered
         held = CALLER.get().held
         features = []
-        for one in rendered.features:
-            if one.data is not None:
-                place = one.mm_position
+        for feature in rendered.features:
+            if feature.data is not None:
+                place = feature.mm_position
                 tokens = rendered.token_ids[place.offset : place.end]
-                num_bytes = sum(values.data.nbytes for values in one.data.values())
+                num_bytes = sum(values.data.nbytes for values in feature.data.values())
                 self._remember(
-                    one.mm_identifier, tokens, _Facts(array("i"), place.mask, one.layout, num_bytes)
+                    feature.mm_identifier,
+                    tokens,
+                    _Facts(array("i"), place.mask, feature.layout, num_bytes),
                 )
-                if one.mm_identifier in held:
-                    one = structs.replace(one, data=None)
-            features.append(one)
+                if feature.mm_identifier in held:
+                    feature = structs.replace(feature, data=None)
+            features.append(feature)
         return Rendered(rendered.token_ids, features)
 
     def _remember(self, identifier: str, tokens: Sequence[int], facts: _Facts) -> None:

@@ -22,12 +22,14 @@ def toolkit_register_routes(
     """Adds HTTP routes to the server.
 
     `options` are the plugin's own: an instance of its `Options`, or None where it has none. `api`
-    answers chats as the server's own routes do, for routes that translate to them.
+    answers chats like the server's own routes, for routes that translate to them.
 
     Caller: `create_router`, once, for the plugins that the option `routes` names, and the one whose
-    model is served. Process: the server's. Thread: the one that makes the app. Return: None, or the
-    lifespan of what the routes need, a function that makes an async context manager: it is entered
-    before the routes are served, and left when the last request has ended. Routes get the server's
-    API key check, body limit and error shape. An implementation that raises, adds anything but
-    plain HTTP routes, or takes a path that is in use, is fatal.
+    model is served. Process: the server's. Thread: the one that makes the app.
+
+    Return: None, or the lifespan of the routes, a function that makes an async context manager. It
+    is entered before the routes are served, and left when the last request has ended.
+
+    Routes get the server's API key check, body limit and error shape. An implementation is fatal
+    that raises, adds anything but plain HTTP routes, or takes a path in use.
     """

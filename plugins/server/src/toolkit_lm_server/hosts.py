@@ -1,7 +1,7 @@
 """The check of a request's Host header.
 
-A web page in a browser on this machine can give its own name our address (DNS rebinding), and then
-ask us as if we were its server.
+A web page in a browser on this machine can give its own name our address (DNS rebinding). It could
+then ask this server as if it were its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str] | None:
-    """The hosts that requests may name. None: any."""
+    """The hosts that requests may name. None allows any."""
     if is_unix(listener):
         # No browser's.
         return (
@@ -37,21 +37,21 @@ def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str
 
 
 class HostCheck:
-    """Refuses requests (403) for hosts of other names. HTTP/1.0 without a Host header is not a
-    browser's."""
+    """Refuses requests (403) that name other hosts. HTTP/1.0 requests without a Host header do not
+    come from browsers."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
         self._app = app
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("host")
-        if self._names is None or given is None or _without_port(given.lower()) in self._names:
+        host = Headers(scope=scope).get("host")
+        if self._names is None or host is None or _without_port(host.lower()) in self._names:
             await self._app(scope, receive, send)
             return
         error = ApiError(
             403,
-            f"The Host header names {printable(given)!r}, not this server. Add the name to the "
+            f"The Host header names {printable(host)!r}, not this server. Add the name to the "
             "option allowed_hosts, or set an API key.",
             code="host_not_allowed",
         )

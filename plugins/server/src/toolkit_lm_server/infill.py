@@ -1,4 +1,4 @@
-"""POST /infill, as llama.cpp has it: editors ask for what stands between two texts."""
+"""The route POST /infill, as llama.cpp has it: editors ask for the text between two others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items
-from toolkit_lm_server.generation import Generation, Piece, are_large
+from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
 
 _MOST = 128
-"""Tokens, where the body says nothing."""
+"""Tokens of an answer where the body sets no limit."""
 _WITHOUT_PLACE = (
     "prompt_logprobs",
     "logprob_token_ids",
@@ -33,7 +33,7 @@ _STOP_TYPES = {"stop": "eos", "length": "limit"}
 
 
 class Snippet(BaseModel):
-    """A text that the model is to know of."""
+    """A text that gives the model context."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -42,7 +42,7 @@ class Snippet(BaseModel):
 
 
 class InfillBody(SamplingBody):
-    """POST /infill."""
+    """The body of POST /infill."""
 
     model_config = examples(
         {"input_prefix": "def add(a, b):\n    return", "input_suffix": "\n", "n_predict": 8}
@@ -54,12 +54,12 @@ class InfillBody(SamplingBody):
     input_suffix: str = ""
     input_extra: Items[Snippet] = []
     prompt: str = ""
-    """What follows the prefix already."""
+    """Text that follows the prefix already."""
     n_predict: int | None = None
-    """As max_tokens; -1: as many as fit."""
+    """Most tokens of the answer, llama.cpp's name of max_tokens. -1: as many as fit."""
 
     def completion(self, kind: type[CompletionBody], max_model_len: int) -> CompletionBody:
-        """The same, as OpenAI has it. Raises ValidationError, RequestError."""
+        """The body as one of /v1/completions. Raises ValidationError and RequestError."""
         for name in _WITHOUT_PLACE:
             if getattr(self, name) not in (None, False):
                 raise RequestError(
@@ -68,17 +68,17 @@ class InfillBody(SamplingBody):
         if self.n not in (None, 1):
             raise RequestError("n must be 1: an answer here is one text.", "n")
         fields = self.model_dump(exclude_unset=True, exclude=set(InfillBody.__annotations__))
-        before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
+        before = "".join(f"{_SNIPPET}{snippet.text}" for snippet in self.input_extra)
         most = _MOST
         if self.n_predict is not None:
             most = max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
-        given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
-        made: CompletionBody = kind.model_validate({"max_tokens": most, **fields, **given})
+        texts = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
+        made: CompletionBody = kind.model_validate({"max_tokens": most, **fields, **texts})
         return made
 
 
 class Infill:
-    """Texts between two others."""
+    """Texts between two others, by the served models."""
 
     def __init__(self, engines: Engines, completions: Completions) -> None:
         self._engines = engines
@@ -103,20 +103,20 @@ class Infill:
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         async for pieces in generation.pieces():
             yield [
-                {"index": one.index, "content": one.text, "stop": False}
-                if one.finish_reason is None
-                else self._last(body, generation, one)
-                for one in pieces
+                {"index": piece.index, "content": piece.text, "stop": False}
+                if piece.finish_reason is None
+                else self._last(body, generation, piece)
+                for piece in pieces
             ]
 
-    def _last(self, body: InfillBody, generation: Generation, one: Piece) -> dict[str, Any]:
-        """Of an answer the whole, or of a stream the end."""
+    def _last(self, body: InfillBody, generation: Generation, piece: ChoicePiece) -> dict[str, Any]:
+        """The whole answer, or the last event of a stream."""
         usage = generation.usage()
         return {
-            "index": one.index,
-            "content": one.text,
+            "index": piece.index,
+            "content": piece.text,
             "stop": True,
-            "stop_type": _STOP_TYPES.get(one.finish_reason or "", "none"),
+            "stop_type": _STOP_TYPES.get(piece.finish_reason or "", "none"),
             "model": self._engines[body.model].served_model_name,
             "tokens_predicted": usage["completion_tokens"],
             "tokens_evaluated": usage["prompt_tokens"],

@@ -1,4 +1,5 @@
-"""POST /invocations, as SageMaker asks a container: the body's fields say which route is meant."""
+"""The route POST /invocations, as SageMaker asks a container. The body's fields tell which route is
+meant."""
 
 from __future__ import annotations
 

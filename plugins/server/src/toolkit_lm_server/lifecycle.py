@@ -24,10 +24,10 @@ from toolkit_lm.frontend import Health
 
 from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.around import wrapped
-from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.hosts import HostCheck, host_names
+from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import UNIX, url_of
 from toolkit_lm_server.log import announce
 from toolkit_lm_server.metrics import Metrics
@@ -44,18 +44,18 @@ logger = logging.getLogger("uvicorn.error")
 Result = TypeVar("Result")
 
 _POLL = 0.05
-"""Seconds between two looks at what has come about."""
+"""Seconds from one check of the server's state to the next."""
 _DEAD = 1.0
-"""Seconds for which requests are told that the engine has died, before the server ends."""
+"""Seconds for which requests are told that the engine has died. After them the server ends."""
 _SWITCH = 0.0005
-"""Seconds that a thread may compute while another wants to. A request passes through several: each
-would wait as long for a busy one."""
+"""Seconds that a thread may compute while another waits. A request passes through several threads,
+and would wait in each for a busy one."""
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?")
-"""Of a client; a link-local one names an interface."""
+"""An address of a client. A link-local one names an interface."""
 
 
 class Servable(Watched, Protocol):
-    """An AsyncLLM, or what a server serves in place of one."""
+    """An AsyncLLM, or an object that a server serves in place of one."""
 
     @property
     def served_model_name(self) -> str: ...
@@ -70,7 +70,7 @@ class Servable(Watched, Protocol):
 
 ServableT = TypeVar("ServableT", bound=Servable)
 MakeApp = Callable[[ServableT, Metrics, Readiness], FastAPI]
-"""What is served of an engine that has been made."""
+"""Makes the app from an engine, once that is made."""
 
 
 class InFlight:
@@ -89,7 +89,7 @@ class InFlight:
 
 
 class KnownClient:
-    """Forgets the client's address where it is none: X-Forwarded-For may say anything, and the
+    """Clears the client's address where it is not one. X-Forwarded-For may hold anything, and the
     access log writes it as it is."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -103,7 +103,7 @@ class KnownClient:
 
 
 class _NoEngine:
-    """Stands for an engine that is being made."""
+    """Stands in for an engine that is being made."""
 
     num_restarts = 0
     num_queued_tokens = 0
@@ -117,8 +117,8 @@ class _StoppedError(Exception):
 
 
 class Lifecycle:
-    """Serves an engine that is made meanwhile, and then loads, until a signal stops it or the
-    engine dies."""
+    """Serves an engine until a signal stops the server or the engine dies. The engine is made, and
+    loads, while the server answers already."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class Lifecycle:
         start_timeout: float = 0.0,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """`threads`: for the work of requests that may not hold up the event loop.
+        """`threads`: for the work of requests that must not block the event loop.
 
-        `start_timeout`: seconds that requests wait for the engine which starts. `context`: what
-        secures connections.
+        `start_timeout`: seconds that requests wait for the engine to start. `context`: TLS of the
+        connections.
         """
         self._url = url_of(listener, secure=context is not None)
         self._threads = threads
@@ -159,15 +159,16 @@ class Lifecycle:
         self._stopped = False
 
     async def run(self) -> None:
-        """Raises what kept the engine from starting, and EngineDeadError when it has died."""
+        """Runs the server to its end. Raises the error that kept the engine from starting, and
+        EngineDeadError when the engine has died."""
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads or SharedThreads())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
         if self._making.done():
-            # What is wrong at once is said without a server's words around it.
+            # An immediate failure is reported without a server's words around it.
             self._making.result()
-        # What plugins' routes need is left when the last request has ended.
+        # Resources of plugins' routes are released when the last request has ended.
         async with AsyncExitStack() as lifespan:
             if self._page is not None:
                 lifespan.enter_context(self._page.log.attached())
@@ -218,7 +219,7 @@ class Lifecycle:
         self._readiness.engine = engine
 
     async def _unless_stopped(self, work: Awaitable[Result]) -> Result:
-        """What `work` gives. Raises _StoppedError when the server is to end before it does."""
+        """The result of `work`. Raises _StoppedError when the server is to end first."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -236,13 +237,12 @@ class Lifecycle:
             raise _StoppedError
 
     async def _drain(self) -> None:
-        """Takes no new requests, and gives those under way their time."""
+        """Refuses new requests, and gives those under way their time."""
         self._readiness.draining = True
         self._gate.open()
         await self._until_idle(self._options.shutdown_timeout)
         if self._is_busy:
-            # What is still under way is told that the engine has been shut down, and so comes to
-            # its end.
+            # Requests still under way get the error that the engine has been shut down, and so end.
             close(self._making)
             await self._until_idle(CLOSING)
         # Clients that neither send nor read cannot keep the server.
@@ -250,7 +250,7 @@ class Lifecycle:
 
     @property
     def _is_busy(self) -> bool:
-        """Answers are being made or sent."""
+        """Whether answers are being made or sent."""
         return self._in_flight.count > 0 or self._server.bounded.num_unread > 0
 
     async def _until_idle(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Where the server listens: a port or a Unix socket, with TLS or without."""
+"""The sockets on which the server listens: a port or a Unix socket, with TLS or without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRY = 1.0
 
 @contextmanager
 def listen(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket that listens where the options say. Raises ConfigError when it cannot be had."""
+    """A socket that listens on the options' address. Raises ConfigError when it cannot be had."""
     if options.uds is None:
         with bind(options.host, options.port) as listener:
             yield listener
@@ -67,8 +67,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:
-    """A Unix socket that listens at `path`, with these permissions. Takes the place of one that
-    nobody listens on any more.
+    """A Unix socket that listens at `path` with these permissions. It replaces a socket that no
+    server listens on any more.
 
     Raises ConfigError when it cannot be had.
     """
@@ -99,10 +99,10 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"option 'uds': {path!r} is there already, and is no socket.")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-        one.settimeout(_TRY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_TRY)
         try:
-            one.connect(path)
+            probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
         else:
@@ -123,8 +123,8 @@ def url_of(listener: socket.socket, *, secure: bool = False) -> str:
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """What connections are secured with; None: they are not. Raises ConfigError for files that
-    cannot be used."""
+    """The TLS context of connections. None where they are not secured. Raises ConfigError for files
+    that cannot be used."""
     if options.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -133,9 +133,9 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, _no_password)
     except (OSError, ValueError) as error:
-        given = f"{options.ssl_certfile!r}, ssl_keyfile {options.ssl_keyfile!r}"
+        files = f"{options.ssl_certfile!r}, ssl_keyfile {options.ssl_keyfile!r}"
         raise ConfigError(
-            f"options 'ssl_certfile' {given}: they are no certificate with its key: {_why(error)}."
+            f"options 'ssl_certfile' {files}: they are no certificate with its key: {_why(error)}."
         ) from error
     if options.ssl_ca_certs is not None:
         try:

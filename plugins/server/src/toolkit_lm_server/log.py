@@ -1,4 +1,4 @@
-"""The server's log: what its lines look like, and where they go."""
+"""The server's log: the form of its lines, and their destinations."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from toolkit_lm_server.options import ServerOptions
 ACCESS = "toolkit_lm_server.access"
 """The logger of requests. Its lines go to stdout, all others to stderr."""
 _OWN = ("uvicorn", "toolkit_lm_server")
-"""The loggers that the option log_level is for. Other libraries are heard from warnings on."""
+"""The loggers that follow the option log_level. Other libraries log warnings and worse only."""
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Of a record, as `extra`: what a line in JSON says beside its message."""
+    """The `extra` of a log record: the fields that its line in JSON has beside the message."""
     return {"fields": values}
 
 
 class TextFormat(logging.Formatter):
-    """2026-01-31 12:00:00.000 INFO message"""
+    """Formats records as text: 2026-01-31 12:00:00.000 INFO message"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 class JsonFormat(logging.Formatter):
-    """An object a line."""
+    """Formats records as JSON, one object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -48,7 +48,7 @@ class JsonFormat(logging.Formatter):
 
 
 def configure(options: ServerOptions) -> None:
-    """Has the process's log written as the options say. For a process that is the server's own."""
+    """Configures the process's log by the options. The process must be the server's own."""
     made = JsonFormat() if options.log_format == "json" else TextFormat()
     for name, stream in (("", sys.stderr), (ACCESS, sys.stdout)):
         handler = logging.StreamHandler(stream)
@@ -78,7 +78,7 @@ class Clock:
         self._last = time.monotonic()
 
     def elapsed(self) -> float | None:
-        """Seconds since it last said so, once there are enough."""
+        """Seconds since the last call that returned any. None before the period is over."""
         elapsed = time.monotonic() - self._last
         if elapsed < self._seconds:
             return None

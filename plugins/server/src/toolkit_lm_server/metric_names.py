@@ -1,4 +1,4 @@
-"""The names of metrics: our own, or vLLM's for those that it has, so that its dashboards work."""
+"""The names of metrics: our own, or vLLM's where it has them. vLLM's dashboards work with these."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from toolkit_lm_server.options import MetricNames
 
 _PREFIX = "toolkit_lm_"
 ENGINE = "engine"
-"""The label of figures of one engine: its number."""
+"""The label with the number of an engine."""
 
 
 class VllmName(NamedTuple):
-    """What vLLM calls a metric."""
+    """vLLM's name of a metric."""
 
     name: str
     labels: Mapping[str, str] = {}
-    """By our label, its own."""
+    """vLLM's labels by ours."""
 
 
 VLLM_NAMES = {
@@ -59,16 +59,16 @@ VLLM_NAMES = {
         },
     ),
 }
-"""By our name, without its prefix."""
+"""vLLM's names by ours, without their prefixes."""
 WAITING_BY_REASON = "num_requests_waiting_by_reason"
 _DEFERRED = ("part", "loading", "drawing", "policy")
-"""Our reasons that vLLM has one word for: something else than room in the batch is awaited. The
-others are its "capacity"."""
+"""Our reasons that vLLM calls "deferred": requests wait for something else than room in the batch.
+It calls the others "capacity"."""
 
 
 class _Named(Collector):
-    """A registry's metrics under other names, those of the engine with labels that say which it
-    is."""
+    """A registry's metrics under other names. The engine's metrics get labels that say which
+    engine."""
 
     def __init__(
         self, registry: CollectorRegistry, names: MetricNames, model_name: str, several: bool
@@ -82,18 +82,18 @@ class _Named(Collector):
         for family in self._registry.collect():
             short = family.name.removeprefix(_PREFIX)
             if short == family.name or short.startswith("engine_process_"):
-                yield self._of_one(_renamed(family, family.name, {}, {}))
+                yield self._unlabelled(_renamed(family, family.name, {}, {}))
             elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
                 labels = {ENGINE: "0", "model_name": self._model_name}
                 renamed = _renamed(family, f"vllm:{other.name}", labels, other.labels)
-                yield _of_few_reasons(renamed) if short == WAITING_BY_REASON else renamed
+                yield _merged_reasons(renamed) if short == WAITING_BY_REASON else renamed
             else:
-                yield self._of_one(
+                yield self._unlabelled(
                     _renamed(family, family.name, {"model_name": self._model_name}, {})
                 )
 
-    def _of_one(self, family: Metric) -> Metric:
-        """Without the label of the engine, where there is but one."""
+    def _unlabelled(self, family: Metric) -> Metric:
+        """The metric without the engine's label, where there is one engine."""
         if not self._several:
             for sample in family.samples:
                 sample.labels.pop(ENGINE, None)
@@ -103,13 +103,13 @@ class _Named(Collector):
 def named(
     registry: CollectorRegistry, names: MetricNames, model_name: str, *, several: bool = False
 ) -> Collector:
-    """What there is in a registry, as it is told. `several`: engines, so that figures say of which
-    they are."""
+    """A registry's metrics, under the names to tell. `several`: figures say which engine they are
+    of."""
     return _Named(registry, names, model_name, several)
 
 
-def _of_few_reasons(family: Metric) -> Metric:
-    """Those who wait, by vLLM's reasons."""
+def _merged_reasons(family: Metric) -> Metric:
+    """The requests that wait, summed up by vLLM's reasons."""
     summed: dict[tuple[str, ...], Sample] = {}
     for sample in family.samples:
         reason = "deferred" if sample.labels["reason"] in _DEFERRED else "capacity"

@@ -45,35 +45,36 @@ class LastStep:
 
     end: float = 0.0
     gap: float = 0.0
-    """Seconds to its tokens from those before them."""
+    """Seconds from the tokens of the step before to its own."""
     num_later: int = 0
-    """How many of its tokens were no sequence's first."""
+    """Number of the step's tokens that are not a sequence's first."""
 
 
 class Metrics:
-    """A plugin that watches the engine's events: give it to `AsyncLLM(config, plugins=[metrics])`,
+    """A plugin that watches the engine's events. Give it to `AsyncLLM(config, plugins=[metrics])`,
     then to `create_app`.
 
-    It keeps a registry of its own, so that two engines in one process do not meet.
+    It has a registry of its own, so that two engines in one process do not collide.
     """
 
     name = "server-metrics"
 
     def __init__(self, *, model_name: str = "", names: MetricNames = "toolkit-lm") -> None:
-        """`model_name`: the label of all figures of the engine. `names`: whose names they have."""
+        """`model_name`: the label of all figures of the engine. `names`: the project whose names
+        they have."""
         self.model_name = model_name
         self.totals = Totals()
         self.loads: dict[int, LoadEvent] = {}
-        """The latest of each engine."""
+        """The latest load of each engine."""
         self.tap: Callable[[Event], object] | None = None
-        """Called with each event, in the thread that it comes in. It must not fail."""
+        """A function that is called with each event, in the event's thread. It must not fail."""
         self._names = names
         self._steps: defaultdict[int, LastStep] = defaultdict(LastStep)
-        """By engine."""
+        """The last step of each engine."""
         self._engine_pids: list[int | None] = [None]
-        """By engine."""
+        """Process ids by engine."""
         self._preempted: Tally[str] = Tally()
-        """By request under way, how often it was preempted."""
+        """Preemptions of each request under way."""
         self.registry = CollectorRegistry()
         self._figures = Figures(self.registry)
         ProcessCollector(registry=self.registry)
@@ -112,49 +113,50 @@ class Metrics:
 
     @property
     def load(self) -> LoadEvent | None:
-        """The latest, of all engines together; None before the first step."""
+        """The latest load of all engines together. None before the first step."""
         return total_load(self.loads.copy().values())
 
     def refused(self, status: int) -> None:
-        """A request was answered with `status`; it counts where the server, not the request, is the
-        reason."""
+        """Counts a refused request by its `status`, where the server is the cause and not the
+        request."""
         if status in (429, 503):
             self._figures.refused.labels(str(status)).inc()
 
     def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request is over. `handler`: its route's template, of which there are few."""
+        """Counts an HTTP request that is over. `handler`: its route's template, of which there are
+        few."""
         method = method if method in _METHODS else "other"
         self._figures.http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._figures.http_time.labels(handler, method).observe(seconds)
 
     def asked(self, max_tokens: int | None, num_prompts: int) -> None:
-        """The engine is asked for at most so many tokens of each of some prompts. None: of as many
-        as there is room for."""
+        """Counts a request that generates. `max_tokens`: most tokens of each prompt's outputs.
+        None: as many as there is room for."""
         if max_tokens is not None:
             for _ in range(num_prompts):
                 self._figures.max_tokens.observe(max_tokens)
 
     def observe(self, engine: Watched) -> None:
-        """Takes in what no event tells."""
+        """Reads figures of the engine that no event tells."""
         self.model_name = getattr(engine, "served_model_name", self.model_name)
         client = getattr(getattr(engine, "engine", None), "client", None)
         engines = getattr(engine, "engines", ())
-        self._engine_pids = [one.pid for one in engines] or [
+        self._engine_pids = [engine.pid for engine in engines] or [
             getattr(getattr(client, "process", None), "pid", None)
         ]
-        for number, one in enumerate(engines):
-            self._figures.ready.labels(str(number)).set(one.status == "ready")
-            self._figures.in_flight.labels(str(number)).set(one.num_tokens)
+        for number, health in enumerate(engines):
+            self._figures.ready.labels(str(number)).set(health.status == "ready")
+            self._figures.in_flight.labels(str(number)).set(health.num_tokens)
         status = engine.health().status
-        for one in _STATUSES:
-            self._figures.status.labels(one).set(one == status)
+        for health in _STATUSES:
+            self._figures.status.labels(health).set(health == status)
         self._figures.restarts.set(engine.num_restarts)
         self._figures.queued_tokens.set(engine.num_queued_tokens)
         processor = getattr(engine, "processor", None)
         self._figures.kv_cache.clear()
         # It knows no tasks before the engine has been ready.
         if processor is not None and processor.tasks and processor.limits.kv_cache.pools:
-            # What has a processor has a config.
+            # An engine with a processor has a config.
             config: Any = getattr(engine, "config", None)
             self._tell_kv_cache(processor.limits.kv_cache, config)
 
@@ -208,7 +210,7 @@ class Metrics:
                 self._times(event)
 
     def _times(self, event: RequestEvent) -> None:
-        """Of a request that has ended by itself."""
+        """Observes the times and sizes of a request that has ended by itself."""
         self._figures.latency.observe(event.time - event.arrival_time)
         self._figures.prompt_length.observe(event.num_prompt_tokens)
         self._figures.output_length.observe(event.num_output_tokens)

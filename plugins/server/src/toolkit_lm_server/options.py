@@ -1,4 +1,4 @@
-"""The server's options."""
+"""The options of the server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from toolkit_lm.errors import ConfigError
 MetricNames = Literal["toolkit-lm", "vllm"]
 
 _MOST_CONNECTIONS = 10_000
-"""The default where the process may have many files open."""
+"""Default of most connections, where the process may have that many files open."""
 _OTHER_FILES = 64
-"""File descriptors that the server needs for itself, and for connections that hear that there are
-too many."""
+"""File descriptors that are not connections: the server's own, and connections that are refused."""
 _LEAST_FILES = 32
-"""Those that it cannot do without: by default, a part of the others is left to connections."""
+"""File descriptors that the server cannot do without. Connections get a part of the others by
+default."""
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
-    """Where the server listens, who may use it, and what it takes."""
+    """Options of the server: its address, its clients, and its limits."""
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
@@ -55,15 +55,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         list[str] | str | None,
         option(
-            "API key that clients must send, except to /live, /health, /ready and /ping. Of "
-            "several, any.",
+            "API key that clients must send, except to /live, /health, /ready and /ping. If "
+            "several are given, each is valid.",
             none="none needed",
         ),
     ] = None
     allowed_hosts: Annotated[
         list[str],
         option(
-            "Hosts that requests may name in their Host header, beside those of this machine. "
+            "Hosts that requests may name in their Host header, as well as this machine's. "
             "Checked on loopback without an API key."
         ),
     ] = field(default_factory=list)
@@ -80,8 +80,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         str,
         option(
-            "How the model's reasoning is told from the answer: the name of a parser, auto (by "
-            "the chat template), or none."
+            "How the model's reasoning is separated from the answer: the name of a parser, auto "
+            "(by the chat template), or none."
         ),
     ] = "auto"
     routes: Annotated[
@@ -101,7 +101,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         bool, option("Serve the routes for operators: POST /reset_prefix_cache.")
     ] = False
     force_include_usage: Annotated[
-        bool, option("Tell usage in each event of streams, though no request asks for it.")
+        bool,
+        option("Report usage in each event of a stream, even if the request does not ask for it."),
     ] = False
     strict_fields: Annotated[
         bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")
@@ -136,7 +137,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     max_request_cost: Annotated[
         str,
         option(
-            "Maximum memory that a request could take, told from its fields: prompts x n, "
+            "Maximum memory that a request could take, estimated from its fields: prompts x n, "
             "logprobs, ... ('512MiB')."
         ),
     ] = "512MiB"
@@ -160,7 +161,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         option(
             "Maximum number of connections.",
             ge=1,
-            none="three quarters of the files that may be open beside the server's own, to 10,000",
+            none="three quarters of the free file descriptors, at most 10,000",
         ),
     ] = None
     max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = (
@@ -215,7 +216,11 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("max_body_size", "max_header_size", "max_request_cost"):
-            if not isinstance(parse_memory(getattr(self, name)), int):
+            try:
+                is_bytes = isinstance(parse_memory(getattr(self, name)), int)
+            except ConfigError:
+                is_bytes = False
+            if not is_bytes:
                 raise ConfigError(
                     f"{name} must be a number of bytes, such as '16MiB', not "
                     f"{getattr(self, name)!r}."
@@ -255,12 +260,12 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def own_keys(self) -> list[str]:
-        """Those that are options, and not in a file."""
+        """The keys that are options, without those in a file."""
         return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
 
     @property
     def needs_key(self) -> bool:
-        """Clients must send an API key."""
+        """Whether clients must send an API key."""
         return self.api_key is not None or self.api_keys_file is not None
 
     @property
@@ -277,13 +282,13 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def num_connections(self) -> int:
-        """`max_connections`, or its default in this process."""
+        """Most connections: `max_connections`, or its default in this process."""
         return self.max_connections or min(
             max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS
         )
 
 
 def _open_files() -> int:
-    """How many files the process may have open."""
+    """Number of files that the process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft

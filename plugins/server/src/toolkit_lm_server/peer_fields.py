@@ -1,5 +1,5 @@
-"""Which fields the request bodies of others have, by route and by whose they are: facts, for the
-docs and for the test of the table."""
+"""Fields of other projects' request bodies, by route and by project. The docs and the test of
+`request_fields` use them."""
 
 from __future__ import annotations
 
@@ -246,5 +246,5 @@ PEER_FIELDS: Mapping[str, Mapping[str, str]] = {
         "stream_continuous_usage_stats max_completion_tokens",
     },
 }
-"""By route, whose fields, with spaces between them. `options.seed`: inside of the object
-`options`."""
+"""Fields by route and project, with spaces between them. `options.seed` is the field `seed` of the
+object `options`."""

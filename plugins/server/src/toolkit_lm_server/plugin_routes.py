@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 HOOK = "toolkit_register_routes"
 
 SHIPPED = ("anthropic", "cohere", "ollama")
-"""Plugins whose routes are served where they are loaded, unless the option `routes` says which."""
+"""Plugins whose routes are served where they are loaded, unless the option `routes` lists
+others."""
 OF_MODELS = ("transcription",)
-"""Shipped plugins that add routes only where the model that is served is one for them."""
+"""Shipped plugins that add routes only where the served model suits them."""
 
 Lifespan = Callable[[], AbstractAsyncContextManager[object]]
-"""What a plugin's routes need while they are served."""
+"""The lifespan of a plugin's routes."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
 
 
 def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -> None:
-    """Adds the routes of the plugins that the options name, and of the one whose model is served,
-    to `router`, as routes of class `kind`, and their lifespans to its own.
+    """Adds the routes of the plugins that the options name, and of the one whose model is served.
+    They are added to `router` as routes of class `kind`. Their lifespans are added to the router's
+    own.
 
-    Raises ConfigError or PluginError.
+    Raises ConfigError and PluginError.
     """
     # The command checks names before it imports a web framework.
     from fastapi import APIRouter
@@ -66,7 +68,7 @@ def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -
     names = api.options.routes
     engine = api.engines[None]
     check_names(engine.plugins, names)
-    wanted = {*(SHIPPED if names is None else names), *OF_MODELS, _of_model(engine)}
+    wanted = {*(SHIPPED if names is None else names), *OF_MODELS, _model_plugin(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []
     for info, register in engine.plugins.implementations(HOOK):
         if info.name not in wanted:
@@ -110,8 +112,8 @@ def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -
     router.lifespan_context = together
 
 
-def _of_model(engine: ServingEngine) -> str | None:
-    """The plugin that brings the model's class; None for a class that stands in for others."""
+def _model_plugin(engine: ServingEngine) -> str | None:
+    """The plugin that brings the model's class. None for a class that stands in for others."""
     assert engine.config.checkpoint is not None
     models = engine.plugins.models
     architecture = engine.config.checkpoint.architecture

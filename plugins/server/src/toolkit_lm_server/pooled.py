@@ -1,5 +1,5 @@
-"""One HTTP request's work in a pooling engine: all of its inputs at once, and parts of its
-answer."""
+"""The engine's work for one HTTP request to a pooling model: all of its inputs at once, and parts
+of its answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
 
 _MOST_TOLD = 256
-"""Results that a header tells of: clients read lines of up to 64 KiB."""
+"""Most results that a header tells of. Clients read lines of up to 64 KiB."""
 
 
 async def pool(
@@ -42,13 +42,13 @@ async def pool(
     fields: Mapping[str, str] = MappingProxyType({}),
     **how: Any,
 ) -> list[PoolingRequestOutput]:
-    """The results of all prompts, each with data. `names` and `how`: keywords of
+    """The results of all prompts, each with data. `names` and `how` are keywords of
     AsyncLLM.encode_many.
 
-    `fields`: how the route calls parameters that other routes have under our names.
+    `fields`: the route's names of parameters, by our names.
 
-    Raises RequestError; ApiError (500) where the model fails on one of them, (504) when the time is
-    over.
+    Raises RequestError. Raises ApiError: (500) where the model fails on a prompt, (504) when the
+    time is over.
     """
     options = body.request_options(request_context(request))
     check_priority(engine, options)
@@ -72,7 +72,7 @@ async def pool(
 
 
 def head(engine: ServingEngine, prefix: str) -> dict[str, Any]:
-    """The first fields of an answer."""
+    """The first fields of an answer from a pooling model."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": "list",
@@ -82,7 +82,7 @@ def head(engine: ServingEngine, prefix: str) -> dict[str, Any]:
 
 
 def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
-    """Token counts."""
+    """Token counts of pooled inputs."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
@@ -93,7 +93,7 @@ def encoded(
     dtype: EmbedDtype = "float32",
     order: str = "little",
 ) -> Any:
-    """An array as nested lists, or as base64 of its values in C order, of this type and byte
+    """An array as nested lists, or base64 of its values in C order, with this dtype and byte
     order."""
     assert data is not None, "`pool` gives results with data"
     return (
@@ -104,8 +104,8 @@ def encoded(
 def in_bytes(
     outputs: Sequence[PoolingRequestOutput], body: EmbeddingBody, start: dict[str, Any]
 ) -> Response:
-    """The values of all results, one after the other; as vLLM, with a header that tells where each
-    is. `start`: `head`.
+    """An answer with the values of all results, one after the other. A header tells where each is,
+    as in vLLM. `start`: the fields of `head`.
 
     Raises RequestError for more results than a header has room for.
     """
@@ -123,15 +123,15 @@ def in_bytes(
         assert output.outputs.data is not None, "`pool` gives results with data"
         parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
         begin, end = end, end + len(parts[-1])
-        what = {
+        metadata = {
             "embed_dtype": body.embed_dtype,
             "endianness": body.endianness,
             "shape": output.outputs.data.shape,
         }
-        items.append({"index": index, "start": begin, "end": end, **what})
-    told = {**start, "data": items, "usage": usage(outputs)}
+        items.append({"index": index, "start": begin, "end": end, **metadata})
+    fields = {**start, "data": items, "usage": usage(outputs)}
     headers = (
-        {"metadata": json.dumps(told, separators=(",", ":"))}
+        {"metadata": json.dumps(fields, separators=(",", ":"))}
         if body.encoding_format == "bytes"
         else {}
     )
@@ -139,7 +139,8 @@ def in_bytes(
 
 
 def packed(data: np.ndarray, dtype: EmbedDtype, order: str) -> bytes:
-    """The values of an array in C order, of this type and byte order: little unless it is big."""
+    """The bytes of an array in C order, with this dtype and byte order. "big" is big-endian, and
+    all else little-endian."""
     match dtype:
         case "bfloat16":
             values = _upper_half(data.astype(np.float32, copy=False), np.uint32, np.uint16)
@@ -157,8 +158,8 @@ def packed(data: np.ndarray, dtype: EmbedDtype, order: str) -> bytes:
 def _upper_half(
     data: np.ndarray, whole: type[np.unsignedinteger[Any]], half: type[np.unsignedinteger[Any]]
 ) -> np.ndarray:
-    """The upper halves of the bits of values, rounded to the nearest, of two the even one. bfloat16
-    is that of float32, e5m2 of float16."""
+    """The upper halves of values' bits, rounded to nearest even. bfloat16 is the upper half of
+    float32, and e5m2 that of float16."""
     bits = data.view(whole).astype(np.uint64)
     size = 8 * np.dtype(half).itemsize
     halves: np.ndarray = ((bits + (1 << size - 1) - 1 + ((bits >> size) & 1)) >> size).astype(half)
@@ -169,13 +170,12 @@ _STEPS = np.arange(8) / 8
 _E4M3 = np.concatenate([_STEPS / 64, *((1 + _STEPS) * 2.0**exponent for exponent in range(-6, 9))])[
     :127
 ]
-"""The values of e4m3 from 0, by their codes: there is no infinity, and the last code is no
-number."""
+"""The values of e4m3 from 0, by their codes. e4m3 has no infinity, and its last code is NaN."""
 
 
 def _e4m3(data: np.ndarray) -> np.ndarray:
-    """Codes of the nearest values, of two the even one; what is larger than all becomes the
-    largest."""
+    """Codes of the nearest values, with ties to even. A value beyond the largest gets the largest's
+    code."""
     size = np.minimum(np.abs(data), _E4M3[-1])
     above = np.clip(np.searchsorted(_E4M3, size), 1, len(_E4M3) - 1)
     low = size - _E4M3[above - 1]
@@ -186,8 +186,8 @@ def _e4m3(data: np.ndarray) -> np.ndarray:
 
 
 def quantized(data: np.ndarray | None, form: CohereType) -> Any:
-    """A vector as Cohere has it: also in whole numbers, for values from -1 to 1, or in bits, eight
-    to a number."""
+    """A vector in Cohere's types: floats, integers for values from -1 to 1, or bits, eight to a
+    number."""
     assert data is not None, "`pool` gives results with data"
     match form:
         case "float" | "base64":

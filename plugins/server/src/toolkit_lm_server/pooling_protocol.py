@@ -1,4 +1,4 @@
-"""What clients send to pooling models: the fields of OpenAI, vLLM, Jina and Cohere, and our own."""
+"""Request bodies of pooling models: the fields of OpenAI, vLLM, Jina and Cohere, and our own."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from toolkit_lm_server.request_fields import ACTIVATION, POOLING, refused, renam
 
 EncodingFormat = Literal["float", "base64"]
 BytesFormat = Literal["bytes", "bytes_only"]
-"""What is no JSON: bytes has a header that tells what the body is made of."""
+"""Formats of answers that are not JSON. "bytes" has a header that describes the body."""
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
-"""Checked by `read_inputs`, which names what is wrong."""
+"""Inputs that `read_inputs` checks. Its errors name the wrong one."""
 Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
-"""Checked by `read_texts`."""
+"""Texts that `read_texts` checks."""
 
 
 class Inputs(NamedTuple):
-    """What a request is about. `names` are what errors call each."""
+    """The inputs of a request. `names` has each input's name in errors."""
 
     prompts: list[Prompt]
     names: list[str]
 
 
 class PoolingBody(EngineBody):
-    """What all routes of pooling models share."""
+    """The fields that all routes of pooling models share."""
 
     verdicts = POOLING
 
     truncate_prompt_tokens: int | None = None
-    """Longer inputs are cut; -1: to what the model takes. None: they are an error."""
+    """Longer inputs are cut to so many tokens. -1: to the model's maximum. None: they are an
+    error."""
     truncation_side: Literal["right"] | None = None
-    """Inputs are cut at their end."""
+    """Side at which inputs are cut: the end."""
 
 
 class InputBody(PoolingBody, RenderBody):
-    """Inputs, or one conversation in their place, which is rendered as it is: without a generation
+    """Inputs, or one conversation in their place. The conversation is rendered without a generation
     prompt."""
 
     input: AnyInput | None = None
@@ -55,7 +56,7 @@ class InputBody(PoolingBody, RenderBody):
     prompt_name: str | None = None
 
     def check_input(self) -> None:
-        """Raises ApiError, RequestError unless there is the one or the other."""
+        """Raises ApiError or RequestError unless the body has either inputs or a conversation."""
         if self.messages is None:
             if self.input is None:
                 raise missing("input")
@@ -68,7 +69,7 @@ class InputBody(PoolingBody, RenderBody):
 
 
 class EmbeddingBody(InputBody):
-    """POST /v1/embeddings."""
+    """The body of POST /v1/embeddings."""
 
     verdicts = {
         **POOLING,
@@ -85,9 +86,9 @@ class EmbeddingBody(InputBody):
 
     encoding_format: EncodingFormat | BytesFormat = "float"
     embed_dtype: EmbedDtype = "float32"
-    """Of numbers in base64 and in bytes."""
+    """The dtype of numbers in base64 and in bytes."""
     endianness: Literal["native", "little", "big"] = "native"
-    """Byte order of numbers in base64 and in bytes. native: little."""
+    """Byte order of numbers in base64 and in bytes. "native" means little-endian."""
     dimensions: int | None = None
     normalize: bool | None = None
 
@@ -96,7 +97,7 @@ class EmbeddingBody(InputBody):
 
 
 class ClassifyBody(InputBody):
-    """POST /classify."""
+    """The body of POST /classify."""
 
     verdicts = {
         **POOLING,
@@ -112,13 +113,13 @@ class ClassifyBody(InputBody):
 
 
 class AnyPoolingBody(EmbeddingBody):
-    """POST /pooling."""
+    """The body of POST /pooling."""
 
     verdicts = {**POOLING, **ACTIVATION, **renamed(normalized="normalize")}
     model_config = examples({"input": "Once upon a time", "task": "embed"})
 
     task: Annotated[Any, WithJsonSchema({"enum": [None, *POOLING_TASKS]})] = None
-    """One of PoolingParams. None: the model's only one."""
+    """A task of PoolingParams. None: the model's only one."""
     use_activation: bool | None = None
     step_tag_id: int | None = None
     returned_token_ids: Items[int] | None = None
@@ -128,7 +129,7 @@ class AnyPoolingBody(EmbeddingBody):
 
 
 class ScoreBody(PoolingBody):
-    """POST /score. The names of each side mean the same."""
+    """The body of POST /score. The several names of each side mean the same."""
 
     verdicts = {**POOLING, **ACTIVATION}
     model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
@@ -144,20 +145,22 @@ class ScoreBody(PoolingBody):
     use_activation: bool | None = None
 
     def texts(self, most: int) -> dict[str, str | list[str]]:
-        """Queries and documents, in this order, by the names under which they came. Raises
+        """Queries and documents, in this order, by the names that the body gives them. Raises
         RequestError."""
         sides: dict[str, str | list[str]] = {}
         for names in (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) != 1:
+            present = [name for name in names if getattr(self, name) is not None]
+            if len(present) != 1:
                 raise RequestError(f"Give one of {', '.join(map(repr, names))}.", names[0])
-            value = getattr(self, given[0])
-            sides[given[0]] = value if isinstance(value, str) else read_texts(value, given[0], most)
+            value = getattr(self, present[0])
+            sides[present[0]] = (
+                value if isinstance(value, str) else read_texts(value, present[0], most)
+            )
         return sides
 
 
 class RerankBody(PoolingBody):
-    """POST /rerank, as Jina and vLLM have it."""
+    """The body of POST /rerank, as Jina and vLLM have it."""
 
     verdicts = {**POOLING, **ACTIVATION}
     model_config = examples({"query": "capital of France", "documents": ["Paris", "Rome"]})
@@ -167,14 +170,14 @@ class RerankBody(PoolingBody):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    """Longer documents are cut."""
+    """Longer documents are cut to so many tokens."""
     instruction: str | None = None
     use_activation: bool | None = None
 
 
 class CohereRerankBody(RerankBody):
-    """POST /v2/rerank: as Cohere has it, what is too long is cut, and documents are not sent
-    back."""
+    """The body of POST /v2/rerank, as Cohere has it. Texts that are too long are cut, and documents
+    are not sent back."""
 
     return_documents: bool = False
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = 4096
@@ -182,7 +185,7 @@ class CohereRerankBody(RerankBody):
 
 
 class CohereEmbedBody(EngineBody):
-    """POST /v1/embed and /v2/embed."""
+    """The body of POST /v1/embed and /v2/embed."""
 
     verdicts = POOLING
     model_config = examples({"texts": ["Once upon a time"]})
@@ -195,13 +198,14 @@ class CohereEmbedBody(EngineBody):
     output_dimension: int | None = None
     truncate: Literal["NONE", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longer texts are cut; with `truncate` NONE they are an error."""
+    """Longer texts are cut to so many tokens. With `truncate` NONE they are an error."""
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="embed", dimensions=self.output_dimension)
 
     def most_tokens(self, max_model_len: int) -> int | None:
-        """As `truncate_prompt_tokens`."""
+        """The value of `truncate_prompt_tokens`: most tokens of a text. None where longer ones are
+        an error."""
         return (
             None
             if self.truncate == "NONE"
@@ -222,39 +226,41 @@ class CohereEmbedBody(EngineBody):
 
 
 def read_inputs(value: Any, most: int) -> Inputs:
-    """One text, one list of token ids, or a list of either, without a mixture. Raises
-    RequestError."""
+    """The inputs in `value`: one text, one list of token ids, or a list of either, without a
+    mixture. Raises RequestError."""
     if isinstance(value, str):
         return Inputs([value], ["input"])
     _check_list(value, "input", most=None)
-    if all(type(one) is int for one in value):
+    if all(type(item) is int for item in value):
         return Inputs([TokensPrompt(prompt_token_ids=value)], ["input"])
     _check_list(value, "input", most)
     names = [f"input[{index}]" for index in range(len(value))]
-    if all(isinstance(one, str) for one in value):
+    if all(isinstance(item, str) for item in value):
         return Inputs(value, names)
     if isinstance(value[0], list):
-        for name, one in zip(names, value, strict=True):
-            if not isinstance(one, list) or not all(type(token) is int for token in one):
+        for name, text in zip(names, value, strict=True):
+            if not isinstance(text, list) or not all(type(token) is int for token in text):
                 raise RequestError(
                     f"{name} must be a list of token ids: input is of one kind throughout.", "input"
                 )
-        return Inputs([TokensPrompt(prompt_token_ids=one) for one in value], names)
+        return Inputs([TokensPrompt(prompt_token_ids=item) for item in value], names)
     kind = str if isinstance(value[0], str) else int
-    wrong = next(index for index, one in enumerate(value) if type(one) is not kind)
-    what = "texts, or of token ids, or of lists of token ids"
+    wrong = next(index for index, item in enumerate(value) if type(item) is not kind)
+    expected = "texts, or of token ids, or of lists of token ids"
     raise RequestError(
-        f"input[{wrong}] is of another kind: input must be a text, or a list of {what}.", "input"
+        f"input[{wrong}] is of another kind: input must be a text, or a list of {expected}.",
+        "input",
     )
 
 
 def read_texts(value: Any, name: str, most: int) -> list[str]:
-    """One text or a list of them; {"text": text} is a text too. Raises RequestError."""
+    """The texts in `value`: one, or a list of them. {"text": text} is a text, too. Raises
+    RequestError."""
     if isinstance(value, str):
         return [value]
     _check_list(value, name, most)
     texts = [
-        one["text"] if isinstance(one, dict) and set(one) == {"text"} else one for one in value
+        item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value
     ]
     for index, text in enumerate(texts):
         if not isinstance(text, str):
@@ -270,11 +276,11 @@ def _check_list(value: Any, name: str, most: int | None) -> None:
     if most is not None and len(value) > most:
         raise RequestError(
             f"{name} has {len(value)} items; this server takes at most {most} in one request "
-            "(max_inputs).",
+            "(max_inputs). Send them in several requests.",
             name,
         )
 
 
 def encodings(types: Sequence[CohereType] | None) -> list[CohereType]:
-    """What Cohere's `embedding_types` asks for, each once."""
+    """The types that Cohere's `embedding_types` asks for, each once."""
     return list(dict.fromkeys(types or ["float"]))

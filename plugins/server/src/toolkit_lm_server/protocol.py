@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, and those that vLLM adds."""
+"""Request bodies: OpenAI's fields, and those that vLLM adds."""
 
 from __future__ import annotations
 
@@ -48,27 +48,29 @@ if TYPE_CHECKING:
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
-    """For a body: what the description of the API shows of it."""
+    """The model config that shows examples of a body in the description of the API."""
     return ConfigDict(json_schema_extra={"examples": [*bodies]})
 
 
 class Body(BaseModel):
-    """A JSON object. Values are taken as they are: "1" is no number, and true is no integer."""
+    """A JSON object. Values are taken as they are: "1" is not a number, and true is not an
+    integer."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     verdicts: ClassVar[Verdicts] = COMMON
-    """What becomes of fields that others have and this body has not."""
+    """Rules for fields that other projects have and this body has not."""
     dropped: ClassVar[frozenset[str]] = frozenset()
     """Fields of the body that count as absent where their value changes nothing."""
     nested: ClassVar[Mapping[str, tuple[tuple[str, ...], Verdicts]]] = {}
-    """By field that is an object: the names that are read of it, and what becomes of others."""
+    """Rules for fields that are objects: the names that are read of each, and what becomes of
+    others."""
 
     plain: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken as they come: nothing is said of their names."""
+    """Fields whose content is not checked for unknown names."""
 
     model: str | None = None
-    """None: the model that is served."""
+    """The model to ask. None: the model that is served."""
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -80,12 +82,12 @@ class Body(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises TypeError for another name of a field that the body does not have."""
+        """Raises TypeError where a rule renames to a field that the body does not have."""
         cls.plain = frozenset(cls.model_fields.keys() - cls.verdicts.keys())
-        for name, one in cls.verdicts.items():
-            if one.becomes == "renamed" and one.note not in cls.model_fields:
+        for name, verdict in cls.verdicts.items():
+            if verdict.becomes == "renamed" and verdict.note not in cls.model_fields:
                 raise TypeError(
-                    f"{cls.__name__}: {name!r} is another name of {one.note!r}, which is no "
+                    f"{cls.__name__}: {name!r} is another name of {verdict.note!r}, which is no "
                     "field of this body."
                 )
 
@@ -107,7 +109,8 @@ class Body(BaseModel):
 
 
 def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:
-    """null where a value may be left out, and false where none is true."""
+    """Whether a value stands for the default: null where a field may be left out, and false where
+    true has no effect."""
     field = cls.model_fields[name]
     return not field.is_required() and (
         value is None or (value is False and not _takes_bool(field.annotation))
@@ -129,7 +132,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Each event has the usage so far."""
+    """Each event of a stream has the usage so far."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,15 +144,16 @@ class StreamOptions(BaseModel):
 
 
 class EngineBody(Body):
-    """How the engine is to handle the requests."""
+    """Fields that tell the engine how to handle the requests."""
 
     priority: int = 0
     timeout: float | None = None
-    """Seconds after which the request ends with what it has."""
+    """Seconds after which the request ends with the tokens that it has."""
     cache_salt: str | None = None
 
     def request_options(self, context: dict[str, str]) -> RequestOptions:
-        """`context`: what plugins that watch the engine are told of the HTTP request."""
+        """The options of the engine's requests. `context`: facts of the HTTP request for plugins
+        that watch the engine."""
         return {
             "priority": self.priority,
             "timeout": self.timeout,
@@ -159,7 +163,7 @@ class EngineBody(Body):
 
 
 _TOLD = 5
-"""Wrong keys of a mapping that an error names."""
+"""Most wrong keys of a mapping that an error names."""
 
 _FIELDS = parameter_fields(SAMPLING_PARAMS)
 
@@ -168,19 +172,19 @@ _SamplingFields: Any = create_model("SamplingFields", __base__=EngineBody, **_FI
 
 
 class SamplingBody(_SamplingFields):  # type: ignore[misc]
-    """What chat and plain completions share: the sampling parameters."""
+    """The sampling parameters, which chat and plain completions share."""
 
     verdicts: ClassVar[Verdicts] = SAMPLING
     dropped = frozenset({"reasoning_effort", "response_format", "suffix"})
 
     plugin_fields: ClassVar[tuple[str, ...]] = ()
-    """Parameters of plugins' logits processors."""
+    """Names of the parameters of plugins' logits processors."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Sampling parameters where the body says nothing."""
+    """Values of sampling parameters that the body leaves out."""
     may_cut_ends: ClassVar[bool] = False
     """Prompts may be cut at their end."""
     forces_usage: ClassVar[bool] = False
-    """Streams tell usage in each event, whether they are asked to or not."""
+    """Streams tell usage in each event, even unasked."""
 
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description=SAMPLING_PARAMS["seed"].help
@@ -190,20 +194,21 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
     return_token_ids: bool = False
     """The answer has the token ids of prompts and outputs, too."""
     return_tokens_as_token_ids: bool = False
-    """Log probabilities name each token "token_id:7": texts of tokens may be alike."""
+    """Log probabilities name tokens by id, "token_id:7". Texts of tokens may be alike."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where prompts are cut: at their beginning, unless it is right, for plain completions."""
+    """The side at which prompts are cut. "right" is for plain completions. None means "left"."""
     n_predict: int | None = None
-    """llama.cpp's name of max_tokens. -1: as many as fit."""
+    """Most output tokens, llama.cpp's name of max_tokens. -1: as many as fit."""
 
     def most_tokens(self, default: int | None) -> int | None:
-        """Output tokens, at most; None: as many as fit. `default`: where the body says nothing."""
+        """Most output tokens. None: as many as fit. `default`: the value where the body says
+        nothing."""
         if self.n_predict is None:
             return default if self.max_tokens is None else self.max_tokens
         return None if self.n_predict < 0 else self.n_predict
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """Raises RequestError for a value out of range."""
+        """The sampling parameters of the body. Raises RequestError for a value out of range."""
         if self.truncation_side == "right" and not self.may_cut_ends:
             raise RequestError(
                 "truncation_side right is for plain completions: other prompts are cut at their "
@@ -222,13 +227,13 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
             raise RequestError(
                 "prompt_logprobs is allowed only when stream is false.", "prompt_logprobs"
             )
-        given = {
+        stated = {
             name: value
             for name in _FIELDS
             if name != "max_tokens" and (value := getattr(self, name)) is not None
         }
         if not self.use_beam_search:
-            given = {**self.defaults, **given}
+            stated = {**self.defaults, **stated}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         extra = {
             name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None
@@ -242,7 +247,7 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
             )
         params = SamplingParams(
             **{
-                **given,
+                **stated,
                 "logit_bias": self._logit_bias(),
                 "extra_args": extra or None,
                 "output_kind": kind,
@@ -265,9 +270,9 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
             if not (key.isascii() and key.isdigit() and len(key) < 12)
         ]
         if wrong:
-            told = ", ".join(repr(key[:20]) for key in wrong[:_TOLD])
+            shown = ", ".join(repr(key[:20]) for key in wrong[:_TOLD])
             raise RequestError(
-                f"logit_bias maps token ids to numbers; not a token id: {told}.", "logit_bias"
+                f"logit_bias maps token ids to numbers; not a token id: {shown}.", "logit_bias"
             )
         return (
             None
@@ -282,13 +287,14 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
         )
 
     def usage_so_far(self, usage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A field of a stream's events before the last. `usage` gives the token counts so far."""
+        """The usage field of a stream's events before the last. `usage` gives the token counts so
+        far."""
         if not self.include_usage:
             return {}
-        is_told = self.forces_usage or (
+        has_usage = self.forces_usage or (
             self.stream_options is not None and self.stream_options.continuous_usage_stats
         )
-        return {"usage": usage() if is_told else None}
+        return {"usage": usage() if has_usage else None}
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)
@@ -300,10 +306,10 @@ def body_of(
     defaults: Mapping[str, Any],
     forces_usage: bool = False,
 ) -> type[BodyT]:
-    """`body` with a field for each parameter of plugins' logits processors, and the sampling
-    defaults of the model.
+    """A subclass of `body` with a field for each parameter of plugins' logits processors, and with
+    the model's sampling defaults.
 
-    Raises PluginError for a field that it has already.
+    Raises PluginError for a parameter with the name of a field.
     """
     for entry in processors.entries():
         if taken := [
@@ -326,21 +332,20 @@ def body_of(
 
 
 class RenderBody(Body):
-    """How a conversation is rendered."""
+    """Fields that tell how a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     documents: Items[dict[str, Any]] | None = None
     chat_template: str | None = None
-    """In the place of the model's, where the server allows it."""
+    """A chat template in place of the model's, where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the checkpoint's processor of images and other media."""
 
     def refuse_render_options(self) -> None:
-        """For a body without a conversation. Raises RequestError for what only a conversation
-        has."""
+        """Raises RequestError for options of rendering in a body without a conversation."""
         for name in (
             "continue_final_message",
             "documents",
@@ -359,8 +364,8 @@ class RenderBody(Body):
         server does not allow."""
         if self.chat_template is not None and not CALLER.get().takes_templates:
             message = (
-                "the server takes no chat_template of requests. Its operator may allow it: "
-                "--allow-request-chat-template."
+                "the server takes no chat_template of requests. Use chat_template_kwargs, or ask "
+                "the operator to allow it (allow_request_chat_template)."
             )
             raise RequestError(message, "chat_template")
         options: dict[str, Any] = {
@@ -380,7 +385,7 @@ class RenderBody(Body):
 
 
 class ChatBody(SamplingBody, RenderBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     model_config = examples(
         {
@@ -400,27 +405,29 @@ class ChatBody(SamplingBody, RenderBody):
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     echo: bool = False
-    """The answer begins with the last message, where that is the assistant's."""
+    """The answer begins with the last message where that is the assistant's."""
     tools: Items[dict[str, Any]] | None = None
     """Functions that the model may call, as OpenAI has them."""
     tool_choice: str | dict[str, Any] | None = None
-    """"none", "auto", "required", or a function."""
+    """The tools to call: "none", "auto", "required", or a function."""
     parallel_tool_calls: bool | None = None
-    """False: an answer has one call at most."""
+    """False limits an answer to one call."""
     reasoning_effort: str | None = None
-    """For the chat template. "none": as enable_thinking false."""
+    """The effort that the chat template gets. "none" turns thinking off, like enable_thinking
+    false."""
     include_reasoning: bool | None = None
-    """False: the answer's reasoning is left out."""
+    """False leaves the reasoning out of the answer."""
     logprobs: Annotated[bool, BeforeValidator(_as_switch)] | None = None
-    """The texts "true" and "false" are taken too: vLLM's clients send them."""
+    """Whether log probabilities are told. The texts "true" and "false" are taken, too: vLLM's
+    clients send them."""
     top_logprobs: int | None = None
 
     def conversations(self, most: int) -> list[list[dict[str, Any]]]:
-        """What is answered. `most`: how many there may be. Raises RequestError."""
+        """The conversations to answer, at most `most`. Raises RequestError for more."""
         return [self.messages]
 
     def template_kwargs(self) -> dict[str, Any] | None:
-        """What the chat template gets beside messages and tools."""
+        """Variables of the chat template, beside messages and tools."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
@@ -437,7 +444,7 @@ class ChatBody(SamplingBody, RenderBody):
         )
 
     def structures(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of plugins' parameters that are given."""
+        """The parameters among `names` that the body gives."""
         return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
     def params(self) -> SamplingParams:
@@ -461,13 +468,14 @@ def check_generates(engine: ServingEngine) -> None:
 
 
 def check_priority(engine: ServingEngine, options: RequestOptions) -> None:
-    """Raises RequestError for a priority that nobody would look at."""
+    """Raises RequestError for a priority that the scheduling policy ignores."""
     if not options.get("priority"):
         return
     policies = engine.plugins.scheduling_policies
     if not policies.get(engine.config.scheduler.policy).reads_priority:
         able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
         raise RequestError(
-            f"priority has no effect here: the server runs without --scheduling-policy {able}.",
+            "priority has no effect here. Leave it out, or ask the operator to schedule by it "
+            f"(scheduling_policy={able}).",
             "priority",
         )

@@ -1,4 +1,4 @@
-"""What clients send to the routes that render, or that make tokens and texts of each other."""
+"""Request bodies of the routes that render, tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit_lm_server.request_fields import TOKENS
 
 
 class TokenizeBody(RenderBody):
-    """POST /tokenize, of a text or a conversation."""
+    """The body of POST /tokenize, with a text or a conversation."""
 
     verdicts = TOKENS
 
@@ -25,7 +25,7 @@ class TokenizeBody(RenderBody):
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
     tools: Items[dict[str, Any]] | None = None
-    """For the chat template."""
+    """Functions that the chat template is given."""
     return_token_strs: bool = False
 
     def render_options(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class TokenizeBody(RenderBody):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     verdicts = TOKENS
 
@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
 
 
 class DerenderBody(Body):
-    """POST /derender."""
+    """The body of POST /derender."""
 
     verdicts = TOKENS
 
@@ -51,35 +51,36 @@ class DerenderBody(Body):
 
     token_ids: Items[int]
     prompt_token_ids: Items[int] = []
-    """Those before them, on which depends how the first one joins on."""
+    """The token ids before those to derender. The join of the first text depends on them."""
     skip_special_tokens: bool = True
 
 
 class Held(Body):
-    """What engines hold of media, and who checks the length: fields of the routes that render."""
+    """Fields of the routes that render: media items that engines hold, and who checks the
+    length."""
 
     held: Items[str] = []
-    """Identifiers of items of media whose data the engine holds: it is left out."""
+    """Identifiers of media items whose data the engine holds. The answer leaves the data out."""
     check_length: bool = True
-    """A prompt that leaves no room for a token is refused. False: whoever asks sees to it."""
+    """A prompt that leaves no room for a token is refused. With false the caller checks it."""
 
 
 class ChatRenderBody(ChatBody, Held):
-    """POST /v1/chat/completions/render."""
+    """The body of POST /v1/chat/completions/render."""
 
     def render_options(self) -> dict[str, Any]:
         return super().render_options() | ({"tools": self.tools} if self.tools else {})
 
 
 class CompletionRenderBody(CompletionBody, Held):
-    """POST /v1/completions/render."""
+    """The body of POST /v1/completions/render."""
 
     multi_modal_data: dict[str, Any] | None = None
-    """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one
-    prompt."""
+    """An item or a list of items, by modality, for one prompt: {"image":
+    ["data:image/png;base64,..."]}."""
     mm_processor_kwargs: dict[str, Any] | None = None
     multi_modal_uuids: dict[str, Any] | None = None
-    """By modality, the caller's own names of the items. Equal items of unlike names share
+    """The client's own names of the items, by modality. Equal items with different names share
     nothing."""
 
     def prompts(self, most: int) -> list[Prompt]:

@@ -1,4 +1,5 @@
-"""`toolkit render`: a model's renderer over HTTP. Neither an engine nor torch is there."""
+"""The server of `toolkit render`: a model's renderer over HTTP, with neither an engine nor
+torch."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ _UNSAID = SamplingParams()
 
 
 class Rendering:
-    """What a server of a renderer has in the place of an engine: a Model (toolkit_lm_serving)."""
+    """Stands in for an engine on a server of a renderer. It is a Model (toolkit_lm_serving)."""
 
     num_restarts = 0
     num_queued_tokens = 0
@@ -86,16 +87,16 @@ class Rendering:
         return Health("ready")
 
     async def wait_ready(self) -> None:
-        """It is, once it is made."""
+        """Returns at once: the renderer is ready once it is made."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Has no effect: nothing is held."""
 
     def check(self, rendered: Rendered, params: SamplingParams, *, length: bool) -> Rendered:
-        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine
-        of this model takes.
+        """The prompt, cut where the request asks for it. Raises RequestError for a prompt that no
+        engine of this model takes.
 
-        `length`: one that is too long is refused.
+        `length`: a prompt that is too long is refused.
         """
         token_ids = rendered.token_ids
         features = rendered.features
@@ -113,15 +114,15 @@ class Rendering:
                 f"the prompt has {len(token_ids)} tokens; this model's maximum context length is "
                 f"{longest} tokens (max_model_len)"
             )
-            raise ContextLengthError(f"{whole}, output included.", "prompt")
+            raise ContextLengthError(f"{whole}, output included. Shorten it.", "prompt")
         return Rendered(token_ids, features)
 
 
 class Render:
-    """The routes that render, and the one that makes text of tokens again."""
+    """The routes that render prompts, and the one that makes text of tokens."""
 
     def __init__(self, rendering: Rendering, options: ServerOptions, models: Models) -> None:
-        """`models`: the same model, which holds rendering to the server's budget."""
+        """`models`: the served model, whose rendering is held to the server's budget."""
         self._rendering = rendering
         self._options = options
         self._models = models
@@ -182,7 +183,7 @@ class Render:
         return await answer(text)
 
     def _params(self, body: ChatRenderBody | CompletionRenderBody) -> SamplingParams:
-        """Those of a request, checked. Raises ApiError, RequestError."""
+        """The sampling parameters of a request, checked. Raises ApiError and RequestError."""
         self._models[body.model]
         params: SamplingParams = body.params()
         check_bounds(params, self._rendering.config.limits)
@@ -195,18 +196,18 @@ class Render:
         with held.of(body.held), self._rendering.plugins.boundary:
             rendered = held.without_data(render())
         rendered = self._rendering.check(rendered, params, length=body.check_length)
-        said = {
+        fields = {
             name: value
             for name, value in structs.asdict(params).items()
             if value != getattr(_UNSAID, name)
         }
         # How outputs are to come is between a client and its engine.
-        said.pop("output_kind", None)
+        fields.pop("output_kind", None)
         return {
             "model": self._rendering.served_model_name,
             "token_ids": rendered.token_ids,
             "features": rendered.features or None,
-            "sampling_params": said,
+            "sampling_params": fields,
             "max_model_len": self._rendering.config.max_model_len,
         }
 

@@ -1,5 +1,4 @@
-"""What the log says of the engine: a summary at the start, and its throughput while there is
-work."""
+"""The log's lines on the engine: a summary at the start, and the throughput while there is work."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 
 class Throughput:
-    """Says every ten seconds what the engine does, if it does anything."""
+    """Logs the engine's throughput every ten seconds, while there is work."""
 
     def __init__(self, metrics: Metrics, seconds: float = _INTERVAL) -> None:
         self._metrics = metrics
@@ -65,8 +64,8 @@ class Throughput:
 
 
 def report_start(engine: Any, seconds: float) -> None:
-    """Says what is served, and by what. `seconds`: what the start took."""
-    # What renders alone has no engine.
+    """Logs the summary of a started engine. `seconds`: the time of the start."""
+    # A server that only renders has no engine.
     for line in summary(engine) if hasattr(engine, "processor") else ():
         logger.info("%s", line)
     logger.info("Ready after %.1f s", seconds, extra=fields(seconds=round(seconds, 3)))
@@ -92,9 +91,9 @@ def summary(engine: AsyncLLM) -> Iterator[str]:
     backends = ", ".join(sorted({group.backend for group in kv_cache.groups})) or "none"
     yield f"Attention: {backends}; scheduling: {config.scheduler.policy}"
     if defaults := config.sampling_defaults:
-        told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
         yield (
-            f"Sampling defaults of generation_config.json: {told} (--generation-config none "
+            f"Sampling defaults of generation_config.json: {shown} (--generation-config none "
             "leaves them out)"
         )
     yield f"Plugins: {', '.join(info.name for info in engine.plugins.infos if info.status == 'ok')}"
@@ -112,21 +111,21 @@ def _capacity(kv_cache: KVCacheConfig, config: VllmConfig) -> str:
 
 
 def weight_bytes(config: VllmConfig) -> int:
-    """Bytes of the files that hold a checkpoint's weights. 0 where there are none."""
+    """Bytes of the files with a checkpoint's weights. 0 where there are none."""
     assert config.checkpoint is not None
     source = Path(config.checkpoint.source or config.checkpoint.path)
     with suppress(OSError):
         files = (
             [source]
             if source.is_file()
-            else [one for one in source.iterdir() if one.suffix in _WEIGHTS]
+            else [path for path in source.iterdir() if path.suffix in _WEIGHTS]
         )
-        return sum(one.stat().st_size for one in files)
+        return sum(path.stat().st_size for path in files)
     return 0
 
 
 def as_size(num_bytes: int) -> str:
-    """1536 as 1.5 KiB."""
+    """A size for people: 1536 gives "1.5 KiB"."""
     size = float(num_bytes)
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

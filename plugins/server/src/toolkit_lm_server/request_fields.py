@@ -1,9 +1,9 @@
-"""What becomes of request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI,
+"""Rules for request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI,
 Ollama, OpenAI and others.
 
-A field that would change the answer is obeyed or refused by name. The checks of bodies, and the
-documentation's page on request fields, come from this table. Which fields each of the others has is
-in `peer_fields`.
+A field that would change the answer is obeyed, or refused by name. The checks of bodies and the
+documentation's page on request fields come from this table. `peer_fields` lists the fields of each
+project.
 """
 
 from __future__ import annotations
@@ -13,35 +13,38 @@ from typing import Any, Literal, NamedTuple
 
 from toolkit_lm.params import SAMPLING_PARAMS
 
-Becomes = Literal["refused", "idle", "told", "renamed"]
-"""refused: unless its value changes nothing. idle: it has no effect on any answer. told: the header
-and the log say that it is ignored, because clients cannot leave it out. renamed: obeyed under
-another name, or, where a body states both, of the same meaning.
+Becomes = Literal["refused", "idle", "reported", "renamed"]
+"""Fates of a field. "refused": an error, unless its value changes nothing. "idle": without effect
+on any answer.
+
+"reported": ignored, and named by a header and the log, because clients cannot leave it out.
+"renamed": obeyed under another name. A body that states both names must give both the same value.
 """
 
 
 class Verdict(NamedTuple):
-    """What becomes of one field."""
+    """The rule for one field."""
 
     becomes: Becomes
     note: str
-    """Of idle ones the reason, of refused ones what to use, of renamed ones the name of ours."""
+    """The reason of an idle field, the alternative to a refused one, or our name of a renamed
+    one."""
     neutral: tuple[Any, ...] = ()
-    """Values that change nothing. null is one; so are false and what is empty, unless true is one
-    too."""
+    """Values that change nothing. null is always one. false and empty values are, too, unless true
+    is one."""
     qualifies: tuple[str, ...] = ()
-    """Where a body has none of these, the field says nothing."""
+    """Fields of which a body must have one for this field to mean anything."""
     false_asks: bool = False
-    """False would change the answer."""
+    """The value false would change the answer."""
 
-    def is_neutral(self, value: Any, given: Mapping[str, Any] | None = None) -> bool:
-        """Whether a value changes nothing. `given`: the body that it is in."""
-        if value is None or any(same(value, one) for one in self.neutral):
+    def is_neutral(self, value: Any, body: Mapping[str, Any] | None = None) -> bool:
+        """Whether a value changes nothing. `body`: the body that has it."""
+        if value is None or any(same(value, neutral) for neutral in self.neutral):
             return True
         if (
             self.qualifies
-            and given is not None
-            and not any(given.get(name) for name in self.qualifies)
+            and body is not None
+            and not any(body.get(name) for name in self.qualifies)
         ):
             return True
         return asks_nothing(value) and not (
@@ -50,12 +53,12 @@ class Verdict(NamedTuple):
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are one: 1 is 1.0, and no true."""
+    """Whether two values are the same in JSON: 1 equals 1.0, and does not equal true."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def asks_nothing(value: Any) -> bool:
-    """null, false, and what is empty."""
+    """Whether a value is null, false or empty."""
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
@@ -65,34 +68,35 @@ Verdicts = Mapping[str, Verdict]
 def refused(
     note: str, names: str, *neutral: Any, qualifies: Collection[str] = (), false_asks: bool = False
 ) -> dict[str, Verdict]:
-    """Rows of fields that are refused. `names`: several, with spaces between them."""
+    """Rules for fields that are refused. `names`: several, with spaces between them."""
     return dict.fromkeys(
         names.split(), Verdict("refused", note, neutral, tuple(qualifies), false_asks)
     )
 
 
 def idle(note: str, names: str) -> dict[str, Verdict]:
-    """Rows of fields that have no effect on answers."""
+    """Rules for fields that have no effect on answers."""
     return dict.fromkeys(names.split(), Verdict("idle", note))
 
 
-def told(note: str, names: str, *neutral: Any) -> dict[str, Verdict]:
-    """Rows of fields that are ignored, and told of."""
-    return dict.fromkeys(names.split(), Verdict("told", note, neutral))
+def reported(note: str, names: str, *neutral: Any) -> dict[str, Verdict]:
+    """Rules for fields that are ignored and reported."""
+    return dict.fromkeys(names.split(), Verdict("reported", note, neutral))
 
 
 def renamed(**names: str) -> dict[str, Verdict]:
-    """Rows of fields that are obeyed under another name."""
+    """Rules for fields that are obeyed under another name."""
     return {theirs: Verdict("renamed", ours) for theirs, ours in names.items()}
 
 
 _OF_THE_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Where a body says nothing, the checkpoint may: no value of theirs is neutral."""
+"""Parameters that the checkpoint may set where a body says nothing. So no value of theirs is
+neutral."""
 
 
 def sampling_parameters(note: str) -> dict[str, Verdict]:
-    """Rows of all sampling parameters, for a body that states few of them: they are refused, but
-    for their defaults."""
+    """Rules for all sampling parameters, for a body that states few of them. Values other than
+    their defaults are refused."""
     return {
         name: Verdict("refused", note, () if name in _OF_THE_CHECKPOINT else (o.default,))
         for name, o in SAMPLING_PARAMS.items()
@@ -101,36 +105,38 @@ def sampling_parameters(note: str) -> dict[str, Verdict]:
 
 _NO_ADAPTERS = "no adapters are applied to the model: serve a merged checkpoint"
 _OWN_FIELDS = "parameters of plugins are fields of their own"
+_REASONING = "the operator chooses how reasoning is read (reasoning_parser): leave it out"
 _STRUCTURE = "use structured_outputs or response_format"
+_TOOL_CALLS = "the operator chooses how tool calls are read (tool_call_parser): leave it out"
 _TEMPLATE = "use chat_template_kwargs"
 _PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 COMMON: Verdicts = {
     **idle(
-        "it says who asks, or what for",
+        "it identifies the client, or labels the request",
         "user metadata safety_identifier service_tier custom_labels user_profile_id workspace_id",
     ),
     **idle("it names the request: send the header x-request-id", "request_id rid"),
     **idle(
-        "it can make an answer come sooner, and changes none",
+        "it may change the speed of an answer, not its content",
         "prediction prompt_cache_key prompt_cache_retention prompt_cache_options cache_prompt "
         "n_cache_reuse id_slot session_id "
         "ngram_corpus_id routed_dp_rank data_parallel_rank disagg_prefill_dp_rank backend_sampling",
     ),
-    **idle("answers tell it anyway", "return_cached_tokens_details"),
+    **idle("answers have them anyway", "return_cached_tokens_details"),
     **idle(
-        "it is about how a stream is cut into events",
+        "it concerns how a stream is split into events",
         "stream_interval sse_ping_interval stream_reasoning",
     ),
     **idle(
-        "it asks for figures of speed beside the answer: /metrics has them",
+        "it asks for timings in the answer: /metrics has them",
         "timings_per_token return_progress",
     ),
     **idle(
         "a context is never shifted: an answer that reaches its end has the finish_reason length",
         "n_keep n_discard",
     ),
-    # What only plugins, or other routes, implement.
+    # Fields that only plugins or other routes implement.
     **refused("this route has no tools", "tools tool_choice", "none", "auto"),
     **refused("this route has no tools", "parallel_tool_calls", True, False),
     **refused("use tools", "functions function_call", "none", "auto"),
@@ -142,10 +148,10 @@ COMMON: Verdicts = {
     **refused("this server keeps no chats", "store"),
     **refused("this route fills in no middle", "suffix"),
     **refused("there are no tools that run on the server", "web_search_options"),
-    **refused("nothing is moderated here", "moderation"),
+    **refused("there is no moderation", "moderation"),
     # Arguments of a client, where they were written into the body.
     **refused(
-        "it is an argument of the client: what it holds stands at the top of the body",
+        "it is an argument of the client library: put its content at the top level of the body",
         "extra_body extra_headers extra_query parameters sampling_params",
     ),
     **refused(_OWN_FIELDS, "extra_args vllm_xargs custom_params"),
@@ -166,10 +172,11 @@ COMMON: Verdicts = {
     ),
     **refused("use return_token_ids", "return_prompt_text return_prompt_token_ids return_tokens"),
     **refused(
-        "what the model computes inside is not told", "return_hidden_states return_routed_experts"
+        "hidden states and routed experts are not returned",
+        "return_hidden_states return_routed_experts",
     ),
     **refused(
-        "what the model computes inside is not told",
+        "hidden states and routed experts are not returned",
         "routed_experts_prompt_start routed_experts_start_len",
         0,
     ),
@@ -179,7 +186,7 @@ COMMON: Verdicts = {
     **refused("use stop", "stop_regex"),
     **refused("use cache_salt", "extra_key"),
     **refused("the answer has usage and finish_reason", "return_meta_info verbose"),
-    **refused("use --reasoning-parser", "separate_reasoning", True),
+    **refused(_REASONING, "separate_reasoning", True),
     **refused("requests have no sessions", "session_params"),
     **refused("write the task into a message", "task"),
     **refused("use reasoning_effort", "reasoning"),
@@ -189,11 +196,11 @@ COMMON: Verdicts = {
     **refused("use min_p", "top_n_sigma", -1, 0),
     **refused("use mirostat_tau", "adaptive_target", -1),
     **refused("use mirostat_tau", "adaptive_decay", qualifies=["adaptive_target"]),
-    **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
+    **refused("penalties cover the whole context (-1)", "repeat_last_n", -1, qualifies=_PENALTIES),
     **refused(
-        "DRY looks at the whole context: -1", "dry_penalty_last_n", -1, qualifies=["dry_multiplier"]
+        "DRY covers the whole context (-1)", "dry_penalty_last_n", -1, qualifies=["dry_multiplier"]
     ),
-    **refused("penalties are of all tokens", "penalize_nl penalize_newline", True),
+    **refused("penalties apply to all tokens", "penalize_nl penalize_newline", True),
     **refused("use top_p, min_p or typical_p", "tfs_z tfs", 1),
     **refused("it comes with toolkit-lm-sampling-extra", "mirostat", 0),
     **refused("use logprobs", "n_probs", 0),
@@ -205,10 +212,10 @@ COMMON: Verdicts = {
     **refused("answers have all of their fields", "response_fields"),
     **refused(_STRUCTURE, "grammar_lazy grammar_triggers grammar_type preserved_tokens"),
     **refused(_STRUCTURE, "grammar json_schema regex ebnf structural_tag"),
-    **refused("use --tool-call-parser", "chat_format"),
-    **refused("use --tool-call-parser", "parse_tool_calls", True),
-    **refused("use --reasoning-parser", "reasoning_format", "auto", "deepseek"),
-    **refused("use --reasoning-parser", "reasoning_in_content thinking_forced_open"),
+    **refused(_TOOL_CALLS, "chat_format"),
+    **refused(_TOOL_CALLS, "parse_tool_calls", True),
+    **refused(_REASONING, "reasoning_format", "auto", "deepseek"),
+    **refused(_REASONING, "reasoning_in_content thinking_forced_open"),
     **refused("send images in messages", "image_data multimodal_data"),
     **refused("write it into the prompt", "penalty_prompt"),
     # TGI, and transformers.
@@ -221,11 +228,11 @@ COMMON: Verdicts = {
     **refused("use a system message", "tool_prompt guideline"),
     **refused("use use_beam_search and beam_width", "num_beams", 1),
     **refused("use max_tokens", "max_length"),
-    # Of templates: a field at the top is a frequent mistake.
+    # Template variables: giving one at the top level is a frequent mistake.
     **refused(_TEMPLATE, "enable_thinking thinking", false_asks=True),
     **refused("use thinking_token_budget", "thinking_budget reasoning_budget"),
 }
-"""Fields that mean the same on every route of OpenAI's kind."""
+"""Rules for fields that mean the same on every route of OpenAI's kind."""
 
 SAMPLING: Verdicts = {
     **COMMON,
@@ -239,12 +246,12 @@ SAMPLING: Verdicts = {
         n_cmpl="n",
     ),
 }
-"""Of bodies with sampling parameters."""
+"""Rules for bodies with sampling parameters."""
 
 INFILL: Verdicts = {
     **SAMPLING,
-    **told(
-        "editors send it always; here filters come in one order, and an answer ends by its "
+    **reported(
+        "editors always send it; here the order of filters is fixed, and an answer ends by its "
         "length or `timeout`",
         "samplers t_max_predict_ms t_max_prompt_ms n_indent response_fields",
         0,
@@ -257,7 +264,7 @@ RESPONSES: Verdicts = {
     **SAMPLING,
     **renamed(max_output_tokens="max_tokens"),
     **refused(
-        "there is no such thing here",
+        "this server has no such feature",
         "access_programs background_options context_management image moderation",
     ),
     **refused("this server keeps no conversations: send the whole one as input", "conversation"),
@@ -268,15 +275,15 @@ RESPONSES: Verdicts = {
 }
 
 TEXT: Verdicts = refused("ask for it in instructions", "verbosity", "medium")
-"""Inside of `text`."""
-REASONING: Verdicts = told(
-    "reasoning is told whole, and as the model thinks it",
+"""Rules for fields inside of `text`."""
+REASONING: Verdicts = reported(
+    "reasoning is returned whole, as the model writes it",
     "summary generate_summary context mode",
     "auto",
 )
-"""Inside of `reasoning`."""
+"""Rules for fields inside of `reasoning`."""
 STREAM_OPTIONS: Verdicts = idle("nothing is obfuscated", "include_obfuscation")
-"""Inside of `stream_options`."""
+"""Rules for fields inside of `stream_options`."""
 
 POOLING: Verdicts = {
     **COMMON,
@@ -306,9 +313,9 @@ POOLING: Verdicts = {
     ),
     **refused("embeddings are of all dimensions here", "dimensions output_dimension"),
 }
-"""Of bodies for pooling models."""
+"""Rules for bodies of pooling models."""
 ACTIVATION: Verdicts = renamed(activation="use_activation", softmax="use_activation")
-"""Of those with an activation."""
+"""Rules for bodies of pooling models with an activation."""
 
 TOKENS: Verdicts = {
     **COMMON,
@@ -316,50 +323,53 @@ TOKENS: Verdicts = {
     **refused("use add_special_tokens", "add_special"),
     **refused("texts of special tokens are texts", "parse_special"),
     **refused("use return_token_strs", "with_pieces"),
-    **refused("texts are told as they are", "skip_special_tokens", True, false_asks=False),
+    **refused("texts are returned unchanged", "skip_special_tokens", True, false_asks=False),
 }
-"""Of bodies about tokens."""
+"""Rules for bodies about tokens."""
 
 SPEECH: Verdicts = {
     **COMMON,
     **refused("windows follow the timestamps that the model sets", "chunking_strategy", "auto"),
     **refused("write the words into prompt", "keywords hotwords"),
     **refused("use language", "languages"),
-    **refused("speakers are not told apart", "known_speaker_names[] known_speaker_references[]"),
+    **refused(
+        "there is no speaker diarization", "known_speaker_names[] known_speaker_references[]"
+    ),
     **refused("there are no log probabilities", "include include[]"),
     **refused("timestamps are of segments", "timestamp_granularities[]"),
     **refused("translations are English", "language to_language"),
     **refused(
-        "each window is drawn as Whisper draws it",
+        "each window is decoded as Whisper decodes it",
         "seed top_p top_k min_p frequency_penalty presence_penalty repetition_penalty",
     ),
     **refused(
-        "each window is drawn as Whisper draws it",
+        "each window is decoded as Whisper decodes it",
         "max_completion_tokens use_beam_search n length_penalty",
     ),
     **idle("a stream ends with its usage", "stream_include_usage stream_continuous_usage_stats"),
 }
-"""Of forms with recordings."""
+"""Rules for forms with recordings."""
 
 
 def described_others(verdicts: Verdicts) -> dict[str, Any]:
-    """The properties of a JSON Schema that say what becomes of the fields that a body does not
-    state."""
-    told: dict[str, Any] = {}
-    for name, one in sorted(verdicts.items()):
-        match one.becomes:
-            case "refused" if one.qualifies:
-                told[name] = {
-                    "description": f"It is refused beside {' or '.join(one.qualifies)}: {one.note}."
+    """Properties of a JSON Schema that describe the fate of fields which a body does not state."""
+    properties: dict[str, Any] = {}
+    for name, verdict in sorted(verdicts.items()):
+        match verdict.becomes:
+            case "refused" if verdict.qualifies:
+                properties[name] = {
+                    "description": (
+                        f"It is refused with {' or '.join(verdict.qualifies)}: {verdict.note}."
+                    )
                 }
             case "refused":
-                nothing = [None] if True in one.neutral or one.false_asks else [None, False]
-                told[name] = {
-                    "enum": [*nothing, *one.neutral],
-                    "description": f"Any other value is refused: {one.note}.",
+                nothing = [None] if True in verdict.neutral or verdict.false_asks else [None, False]
+                properties[name] = {
+                    "enum": [*nothing, *verdict.neutral],
+                    "description": f"Any other value is refused: {verdict.note}.",
                 }
             case "renamed":
-                told[name] = {"description": f"Another name of {one.note}."}
+                properties[name] = {"description": f"Another name of {verdict.note}."}
             case _:
-                told[name] = {"description": f"It has no effect: {one.note}."}
-    return told
+                properties[name] = {"description": f"It has no effect: {verdict.note}."}
+    return properties

@@ -1,5 +1,5 @@
-"""A line of the log for each request, and its figures: what was asked, the answer's status, how
-long it took, and what was wrong."""
+"""The log's line for each request, and its figures: the request, the answer's status, the time, and
+the error."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from toolkit_lm_server.log import ACCESS, fields
 from toolkit_lm_server.metrics import Metrics
 
 POLLS = ("/health", "/ready", "/live", "/ping", "/load", "/metrics")
-"""Paths that are asked all the time. Their requests have no line."""
+"""Paths that are polled. Their requests have no line."""
 REASON = "toolkit_lm.reason"
-"""The key of a request's scope that says what was wrong where its answer had begun already."""
+"""Key of the error in a request's scope, for an answer that had begun already."""
 _LEFT = 499
-"""The status of a request whose client did not wait for an answer."""
+"""The status of a request whose client left before an answer."""
 _MOST_BODY = 2**14
-"""Bytes of an error's body that is looked at."""
+"""Most bytes of an error's body that are read."""
 _REASON = 200
 _TARGET = 500
-"""Characters of a reason, and of a path, that a line shows. They may be a client's."""
+"""Most characters of a path that a line shows, as `_REASON` is of a reason. Both may be a
+client's."""
 
 _logger = logging.getLogger(ACCESS)
 
 
 class _Answer:
-    """What is sent to a client, as far as a line tells of it."""
+    """Records an answer's status, and the body of an error, while it is sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -48,10 +49,10 @@ class _Answer:
 
 
 class RequestLog:
-    """Writes the line when an app has answered. What the app raises becomes an answer."""
+    """Logs each request when its app has answered. An exception of the app becomes an answer."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, all_requests: bool = True) -> None:
-        """`all_requests`: not only those that failed."""
+        """`all_requests`: log all, and not only those that failed."""
         self._app = app
         self._metrics = metrics
         self._all = all_requests
@@ -81,7 +82,7 @@ class RequestLog:
 
 
 def log_request(scope: Scope, status: int, seconds: float | None, reason: str = "") -> None:
-    """Writes a request's line. `reason`: what was wrong with it."""
+    """Writes a request's line. `reason`: its error."""
     client = scope.get("client")
     caller: Caller | None = scope.get(KEY)
     address = f"{client[0]}:{client[1]}" if client else ""
@@ -92,7 +93,7 @@ def log_request(scope: Scope, status: int, seconds: float | None, reason: str = 
         f"{scope['method']} {target[:_TARGET]} HTTP/{scope['http_version']}",
         status,
         reason,
-        key=None if caller is None or caller.account is None else caller.account.name,
+        key=None if caller is None else caller.key,
         seconds=seconds,
         request_id=None if caller is None else caller.request_id,
     )
@@ -108,7 +109,8 @@ def log_answer(
     seconds: float | None = None,
     request_id: str | None = None,
 ) -> None:
-    """Writes the line of a request, or of what was none. `key`: the name of the client's."""
+    """Writes the line of a request, or of bytes that were not one. `key`: the name of the client's
+    key."""
     # In JSON, nothing of a client's ends a quotation or a line.
     reason = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
     parts = [
@@ -119,7 +121,7 @@ def log_answer(
         "" if seconds is None else f"{seconds:.3f} s",
         json.dumps(reason) if reason else "",
     ]
-    said = fields(
+    shown = fields(
         client=address or None,
         key=key,
         request=request,
@@ -132,12 +134,12 @@ def log_answer(
         logging.WARNING if status >= 500 else logging.INFO,
         "%s",
         " ".join(filter(None, parts)),
-        extra=said,
+        extra=shown,
     )
 
 
 def reason_of(body: bytes) -> str:
-    """The message of an error's body, whoever worded it; "" where there is none."""
+    """The message of an error's body in any vendor's form. "" where there is none."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

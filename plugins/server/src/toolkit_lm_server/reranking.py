@@ -1,4 +1,4 @@
-"""POST /score and /rerank, and Cohere's /v2/rerank."""
+"""The routes POST /score and /rerank, and Cohere's /v2/rerank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 
 class Reranking:
-    """How well documents fit queries, with whatever the model is made for: a cross-encoder, a
-    bi-encoder or late interaction."""
+    """Scores of documents for queries, by a cross-encoder, a bi-encoder or late interaction."""
 
     def __init__(self, engines: Engines, options: ServerOptions) -> None:
         self._engines = engines
         self._options = options
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
-        """One query with each document, or as many queries as documents, pair by pair."""
+        """Scores one query with each document, or as many queries as documents, pair by pair."""
         engine = self._engines[body.model]
         scores, outputs = await self._score(
             engine, body, request, body.texts(self._options.max_inputs)
@@ -45,7 +44,7 @@ class Reranking:
         )
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
-        """The documents by how well they fit the query, best first."""
+        """Ranks documents by how well they fit the query, best first."""
         engine = self._engines[body.model]
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
@@ -73,7 +72,7 @@ class Reranking:
         )
 
     async def cohere_rerank(self, body: CohereRerankBody, request: Request) -> Response:
-        """As /rerank, with the defaults of Cohere's API."""
+        """Ranks documents like /rerank, with the defaults of Cohere's API."""
         return await self.rerank(body, request)
 
     async def _score(
@@ -81,13 +80,14 @@ class Reranking:
         engine: ServingEngine,
         body: ScoreBody | RerankBody,
         request: Request,
-        given: dict[str, str | list[str]],
+        sides: dict[str, str | list[str]],
     ) -> tuple[list[float], list[PoolingRequestOutput]]:
-        """`given`: queries and documents, by their fields."""
-        (query_field, queries), (document_field, documents) = given.items()
+        """The scores of all pairs, and their outputs. `sides`: queries and documents, by their
+        fields."""
+        (query_field, queries), (document_field, documents) = sides.items()
         fields = (query_field, document_field)
         try:
-            scoring = engine.processor.scoring(queries, documents, fields)
+            scoring = engine.processor.pooling.scoring(queries, documents, fields)
         except RequestError as error:
             raise (_not_there(error) if error.param == "task" else error) from None
         params = scoring.params(PoolingParams(use_activation=body.use_activation))
@@ -105,11 +105,11 @@ class Reranking:
             )
         except RequestError as error:
             raise await asyncio.to_thread(scoring.culprit, error) from None
-        return [one.outputs.score for one in scoring.scores(outputs)], outputs
+        return [score.outputs.score for score in scoring.scores(outputs)], outputs
 
 
 def _cut(engine: ServingEngine, texts: list[str], most: int) -> list[str]:
-    """Their beginnings, in so many tokens, special tokens included."""
+    """The beginnings of texts, in at most `most` tokens, special tokens included."""
     try:
         return engine.renderer.cut_texts(texts, most)
     except RequestError as error:
@@ -120,7 +120,7 @@ def _cut(engine: ServingEngine, texts: list[str], most: int) -> list[str]:
 
 
 def _not_there(error: RequestError) -> ApiError:
-    """Of a model that scores nothing, vLLM's server has no such route."""
-    told = ApiError(404, str(error), param="task")
-    told.beside = {"detail": "Not Found"}
-    return told
+    """The error (404) of a model that scores nothing. vLLM's server has no such route for it."""
+    api_error = ApiError(404, str(error), param="task")
+    api_error.extra_fields = {"detail": "Not Found"}
+    return api_error

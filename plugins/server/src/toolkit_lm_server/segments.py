@@ -1,5 +1,5 @@
-"""An answer to a chat as segments, one after the other: reasoning, text, tool calls. Other APIs
-than chat completions are made of them."""
+"""An answer to a chat as successive segments: reasoning, text, tool calls. APIs other than chat
+completions are made of them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class Segment:
 
     kind: Literal["reasoning", "text", "call"]
     number: int
-    """Among the answer's segments."""
+    """The segment's place among the answer's segments."""
     id: str = ""
-    """Of a call; `name` is its function's."""
+    """Id of a tool call. The function's name is in `name`."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of a text's tokens, as chat completions have them."""
+    """Log probabilities of a text's tokens, as chat completions have them."""
 
     @property
     def text(self) -> str:
-        """A call's is the JSON of its arguments."""
+        """The segment's text so far. A call's text is the JSON of its arguments."""
         return "".join(self.parts)
 
 
 class Step(NamedTuple):
-    """A segment begins, goes on, or ends."""
+    """An event of a segment: it begins, goes on, or ends."""
 
-    what: Literal["begin", "more", "end"]
+    phase: Literal["begin", "more", "end"]
     segment: Segment
     text: str = ""
-    """What is new in it."""
+    """The new text of the segment."""
     logprobs: Sequence[dict[str, Any]] = ()
 
 
@@ -64,14 +64,14 @@ class Segments:
                 ]
         yield self._end()
 
-    def take(self, completion: Mapping[str, Any]) -> None:
-        """A whole answer, as ChatAnswer.whole gives it."""
+    def read_whole(self, completion: Mapping[str, Any]) -> None:
+        """Reads a whole answer, as ChatAnswer.whole gives it."""
         [choice] = completion["choices"]
         self._push(choice["message"], choice)
         self._end()
 
     def _push(self, delta: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Step]:
-        """`delta`: of a chunk, or a whole message."""
+        """The steps of a `delta`, which is a chunk's or a whole message."""
         steps: list[Step] = []
         content = delta.get("content") or ""
         calls = delta.get("tool_calls") or ()

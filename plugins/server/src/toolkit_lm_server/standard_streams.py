@@ -1,5 +1,5 @@
-"""The process's standard streams: whoever started the server may have closed them, or may not read
-what it writes."""
+"""The process's standard streams. The program that started the server may have closed them, or may
+not read them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _MOST_LINES = 10_000
-"""Lines of the log that wait to be written. Where nobody reads, those after them are lost."""
+"""Most lines of the log that wait to be written. Later ones are lost."""
 _AT_END = 1.0
-"""Seconds that they get at the end."""
+"""Seconds in which waiting lines are written at the end."""
 
 
 def open_closed_streams() -> None:
-    """Puts /dev/null in the place of streams that are closed: a socket would get their number, and
+    """Opens /dev/null in place of closed streams. Otherwise a socket would get their number, and
     printed text would go into it."""
     for number in range(3):
         try:
@@ -33,7 +33,8 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def logging_in_threads(*names: str) -> Iterator[None]:
-    """The handlers of these loggers write in threads, so that a full pipe stops no one else."""
+    """Has the handlers of these loggers write in threads, so that a full pipe blocks no other
+    work."""
     handlers = [
         handler
         for name in names
@@ -64,10 +65,10 @@ class _Writer:
             self._lines.put_nowait(text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Has no effect: nothing is buffered."""
 
     def wait(self, deadline: float) -> None:
-        """Until all is written, or the time is over."""
+        """Waits until all is written, or the deadline is over."""
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Requests that come while the engine starts: they wait for it."""
+"""The gate for requests that come while the engine starts: they wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StartGate:
     """Holds requests until the engine is ready, and then hands them to whichever app serves it."""
 
     def __init__(self, early: FastAPI, options: ServerOptions, start_timeout: float) -> None:
-        """`early`: the app that answers until then: what it has routes for is not held.
+        """`early`: the app that answers until then. Requests that it has routes for are not held.
         `start_timeout`: seconds that a request waits."""
         self.app: ASGIApp = early
         self._early = early.state.early
@@ -29,7 +29,7 @@ class StartGate:
         self._opened = asyncio.Event()
 
     def open(self) -> None:
-        """Lets all of them through: the engine is ready, or will not be."""
+        """Lets all requests through: the engine is ready, or has failed."""
         self._opened.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +39,8 @@ class StartGate:
         await self.app(scope, receive, send)
 
     def _waits(self, scope: Scope) -> bool:
-        """Who has no key hears of that at once."""
+        """Whether a request waits for the engine. A request without a valid key is answered at
+        once."""
         if scope["type"] != "http" or any(
             route.matches(scope)[0] is not Match.NONE for route in self._early
         ):

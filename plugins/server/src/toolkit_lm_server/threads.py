@@ -1,5 +1,5 @@
-"""Work of the server in threads: of its own, which are daemons, so that work that hangs cannot keep
-the process alive, and of clients."""
+"""Threads of the server. Its own are daemons, so that hanging work cannot keep the process alive.
+Others are shared by clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from toolkit_lm_server.caller import CALLER
 
 CLOSING = 5
-"""Seconds that the last answers, and then the engine, get at the end."""
+"""Seconds that the last answers get at the end, and then the engine."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -27,11 +27,11 @@ Result = TypeVar("Result")
 
 
 class SharedThreads(ThreadPoolExecutor):
-    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are
-    too few, clients take turns.
+    """Threads that clients share. Each client keeps half of the cores busy at most. Where threads
+    are too few, clients take turns.
 
-    `waiting`: the work is mostly to wait for other machines, and keeps no core busy. Each client
-    may have half of the threads.
+    `waiting`: the work mostly waits for other machines, and keeps no core busy. Each client may
+    have half of the threads.
     """
 
     def __init__(self, num_threads: int | None = None, *, waiting: bool = False) -> None:
@@ -42,9 +42,9 @@ class SharedThreads(ThreadPoolExecutor):
         self._waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = defaultdict(
             deque
         )
-        """By client."""
+        """Work that waits for a thread, by client."""
         self._turns: Counter[str] = Counter()
-        """By client: threads that it has, or waits for."""
+        """Threads that each client has, or waits for."""
         self._lock = threading.Lock()
 
     def submit(
@@ -60,8 +60,8 @@ class SharedThreads(ThreadPoolExecutor):
         return future
 
     def _turn(self, client: str) -> None:
-        """Does the first work of a client that waits, and asks for another turn, after those that
-        others have asked for."""
+        """Runs the first waiting work of a client, then asks for another turn. Turns that others
+        have asked for come first."""
         with self._lock:
             if not self._waiting[client]:
                 self._turns[client] -= 1
@@ -74,14 +74,13 @@ class SharedThreads(ThreadPoolExecutor):
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-        # What failed holds this frame.
+        # A failed future's traceback holds this frame.
         del future, work
         super().submit(self._turn, client)
 
 
 def usable_cores(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Cores that this process may run on, or as many as a control group around it grants, where
-    these are fewer."""
+    """Cores that this process may run on. Fewer where a control group around it grants fewer."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -92,13 +91,13 @@ def usable_cores(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """What the groups grant that state a quota, in either layout."""
+    """Cores that control groups with a quota grant, in either layout of their files."""
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         inner = Path(path.lstrip("/"))
-        for group in (root / controllers / one for one in (inner, *inner.parents)):
+        for group in (root / controllers / folder for folder in (inner, *inner.parents)):
             files = [
                 file
                 for file in (
@@ -114,8 +113,8 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 
 
 def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """A route's handler that would run in one of FastAPI's own threads runs in one of those that
-    clients share. Others stay as they are."""
+    """The handler, run in a thread that clients share where FastAPI would use one of its own.
+    Others stay as they are."""
     waits = (
         inspect.iscoroutinefunction(handler)
         or inspect.isasyncgenfunction(handler)
@@ -132,7 +131,7 @@ def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """What `work` returns or raises, once it has."""
+    """A future of the result of `work`, which runs in a daemon thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -147,7 +146,7 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 def close(making: Future[Any]) -> Future[None]:
-    """Closes an engine, which may have to be made first."""
+    """Closes an engine. Waits first where it is still being made."""
 
     def end() -> None:
         if making.exception() is None:

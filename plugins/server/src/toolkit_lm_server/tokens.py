@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""The routes POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Tokens:
-    """Models' tokenizers."""
+    """Handlers of the models' tokenizers."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -44,7 +44,7 @@ class Tokens:
         return await answer(lambda: {"prompt": _detokenized(renderer, body.tokens)})
 
     async def info(self) -> Response:
-        """What tokenizer_config.json says, and the chat template."""
+        """Shows the content of tokenizer_config.json, and the chat template."""
         return await answer(self._info)
 
     def _info(self) -> dict[str, Any]:

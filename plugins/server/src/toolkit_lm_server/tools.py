@@ -1,4 +1,4 @@
-"""What a request says of tools: which there are, and whether they must be called."""
+"""The tools of a request: which there are, and whether one must be called."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ToolUse(NamedTuple):
     """The tools of one request."""
 
     tools: list[dict[str, Any]]
-    """Those that the model is told of."""
+    """Tools that the model is told of."""
     callable: list[dict[str, Any]]
-    """Those of which one must be called, where `required`."""
+    """Tools that may be called. One of them must be where `required`."""
     required: bool
     parallel: bool
 
@@ -33,8 +33,8 @@ def tool_use(
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
 ) -> ToolUse:
-    """Of the fields tools, tool_choice and parallel_tool_calls. Raises RequestError, naming the
-    field and the tool."""
+    """The tools from the fields tools, tool_choice and parallel_tool_calls. Raises RequestError,
+    which names the field and the tool."""
     if tools and len(tools) > MAX_TOOLS:
         raise RequestError(
             f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed.", "tools"

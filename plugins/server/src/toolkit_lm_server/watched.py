@@ -1,4 +1,4 @@
-"""Engines as they are watched: what an AsyncLLM tells of itself, and what stands for one."""
+"""Engines as the server watches them: the figures of an AsyncLLM, or of its stand-in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Watched(Protocol):
-    """An AsyncLLM, or what stands for one that is being made."""
+    """An AsyncLLM, or a stand-in for one that is being made."""
 
     def health(self) -> Health: ...
 
@@ -26,29 +26,29 @@ class Watched(Protocol):
 
 
 def engine_states(engine: Watched) -> list[dict[str, Any]]:
-    """Of several engines, each; nothing of one."""
+    """The state of each engine where there are several. Empty for one."""
     states: Sequence[EngineState] = getattr(engine, "engines", ())
     return [
         {
             "engine": number,
-            "status": one.status,
-            **({"reason": one.reason} if one.reason else {}),
-            "requests_in_flight": one.num_requests,
-            "tokens_in_flight": one.num_tokens,
-            "restarts": one.num_restarts,
+            "status": state.status,
+            **({"reason": state.reason} if state.reason else {}),
+            "requests_in_flight": state.num_requests,
+            "tokens_in_flight": state.num_tokens,
+            "restarts": state.num_restarts,
         }
-        for number, one in enumerate(states)
+        for number, state in enumerate(states)
     ]
 
 
 def total_load(loads: Iterable[LoadEvent]) -> LoadEvent | None:
-    """Of several engines together; None of none."""
+    """The loads of all engines together. None where there is none."""
     found = list(loads)
     if len(found) < 2:
         return found[0] if found else None
     counts = [name for name in LoadEvent.__struct_fields__ if name.startswith("num_")]
     return LoadEvent(
-        time=max(one.time for one in found),
-        waiting_by_reason=dict(sum((Counter(one.waiting_by_reason) for one in found), Counter())),
-        **{name: sum(getattr(one, name) for one in found) for name in counts},
+        time=max(load.time for load in found),
+        waiting_by_reason=dict(sum((Counter(load.waiting_by_reason) for load in found), Counter())),
+        **{name: sum(getattr(load, name) for load in found) for name in counts},
     )

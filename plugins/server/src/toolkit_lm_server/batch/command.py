@@ -1,4 +1,4 @@
-"""`toolkit run-batch`."""
+"""The command `toolkit run-batch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STANDARD = "-"
 
 
 class BatchOptions(Struct, frozen=True, kw_only=True):
-    """Who answers the rows of a batch, and how many at a time."""
+    """The target that answers a batch's rows, and how many it is asked at a time."""
 
     url: Annotated[
         str | None,
@@ -177,35 +177,34 @@ def _writing(
 
 
 def _standard_input() -> IO[bytes]:
-    """A reader of its own: when the process ends, a thread may wait in it for what does not come,
-    and sys.stdin is closed."""
+    """A reader of standard input that is not sys.stdin. When the process ends, sys.stdin is closed,
+    and a thread may still wait in it."""
     try:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     except io.UnsupportedOperation:
         return sys.stdin.buffer
 
 
-def _open(path: Path, mode: str, which: str) -> IO[Any]:
+def _open(path: Path, mode: str, kind: str) -> IO[Any]:
     try:
         return path.open(mode)
     except OSError as error:
         raise ConfigError(
-            f"option {which!r}: {str(path)!r} cannot be opened: {error.strerror}"
+            f"option {kind!r}: {str(path)!r} cannot be opened: {error.strerror}"
         ) from error
 
 
-def _check_local(name: str, which: str) -> None:
+def _check_local(name: str, kind: str) -> None:
     if "://" in name:
         raise ConfigError(
-            f"option {which!r}: {name!r} is an address. It must be a file here: download or "
+            f"option {kind!r}: {name!r} is an address. It must be a file here: download or "
             "upload it yourself."
         )
 
 
 @contextmanager
 def _progress(requests: IO[bytes]) -> Iterator[Watch]:
-    """A bar for people. How much there is to do is told by the input's size, so that it is read
-    once."""
+    """A progress bar for people. It goes by bytes of the input, so that the input is read once."""
     if not sys.stderr.isatty():
         with nullcontext():
             yield lambda counts: None

@@ -11,7 +11,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw, Struct
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import ConfigError, in_plain_words
 
 ROUTES = (
     "/v1/chat/completions",
@@ -26,7 +26,7 @@ ROUTES = (
     "/classify",
     "/pooling",
 )
-"""What a row may ask. A server has others, which are no business of a file."""
+"""Routes that a row may ask. The server's other routes have no use in a file."""
 
 
 class Row(Struct):
@@ -37,13 +37,13 @@ class Row(Struct):
     url: str
     body: Raw
     line: int = 0
-    """Its number in the file."""
+    """The row's number in the file."""
     size: int = 0
-    """Bytes of its line."""
+    """Bytes of the row's line."""
 
 
 class Unreadable(NamedTuple):
-    """A line that is no request."""
+    """A line that does not hold a request."""
 
     line: int
     size: int
@@ -52,7 +52,7 @@ class Unreadable(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server says to a row."""
+    """A server's answer to a row."""
 
     status: int
     request_id: str
@@ -91,7 +91,7 @@ class _Problems(Struct):
 
 
 def read_rows(file: IO[bytes], most: int) -> Iterator[Row | Unreadable]:
-    """The lines of a file that are not blank. One of more than `most` bytes is not kept."""
+    """The lines of a file that are not blank. A line of more than `most` bytes is not kept."""
     number = 0
     while line := file.readline(most + 1):
         number += 1
@@ -122,10 +122,14 @@ def _row(line: bytes, number: int, size: int) -> Row | Unreadable:
                 "its body asks for a stream, which has no place in a file"
             )
     except msgspec.ValidationError as error:
-        return Unreadable(number, size, f"it is no request: {error}.", _custom_id(line))
+        return Unreadable(number, size, f"it is no request: {_why(error)}", _custom_id(line))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Unreadable(number, size, f"it is not JSON: {error}.")
     return row
+
+
+def _why(error: Exception) -> str:
+    return in_plain_words(error, "the row").removeprefix("the row: ")
 
 
 def _custom_id(line: bytes) -> str | None:
@@ -146,7 +150,7 @@ def answer_line(row: Row, answer: Answer) -> bytes:
 
 
 def unreadable_line(row: Unreadable) -> bytes:
-    """The output's line for what is no request."""
+    """The output's line for a line of the input that does not hold a request."""
     return _line(
         row.custom_id,
         None,
@@ -167,7 +171,7 @@ def _line(
 
 
 def _problem(answer: Answer) -> dict[str, Any]:
-    """A failure in the row itself, where programs look for it."""
+    """An answer's failure in the row itself, where programs look for it."""
     try:
         problem = msgspec.json.decode(answer.content, type=_Problems).error or _Problem()
     except msgspec.DecodeError:
@@ -177,8 +181,8 @@ def _problem(answer: Answer) -> dict[str, Any]:
 
 
 class Answered:
-    """The rows that an output holds already: 16 bytes of each id, in a set, and the lines that were
-    no requests."""
+    """The rows that an output holds already. It keeps 16 bytes of each id in a set, and the numbers
+    of lines without a request."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -186,8 +190,8 @@ class Answered:
 
     @classmethod
     def of(cls, file: IO[bytes], name: str) -> Answered:
-        """Reads an output, and cuts off a last line that was not written to its end. Raises
-        ConfigError where it is no output."""
+        """Reads an output, and cuts off an unfinished last line. Raises ConfigError for a file that
+        is not an output."""
         self = cls()
         end = 0
         number = 0

@@ -1,4 +1,5 @@
-"""The batch itself: so many rows under way at a time, each written as soon as it is answered."""
+"""Runs a batch with a bounded number of rows under way. Each answer is written as soon as it
+comes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from toolkit_lm_server.batch.rows import (
 from toolkit_lm_server.threads import in_thread
 
 _MOST_NAMES = 64
-"""Of ignored fields that are told."""
+"""Most names of ignored fields that are told."""
 
 
 class Answers(Protocol):
@@ -30,21 +31,21 @@ class Answers(Protocol):
 
 @dataclass
 class Counts:
-    """What has become of rows."""
+    """Counts of a batch's rows, by how they ended."""
 
     done: int = 0
     refused: int = 0
-    """Answered with an error."""
+    """Rows that were answered with an error."""
     unreadable: int = 0
     skipped: int = 0
-    """In the output already."""
+    """Rows that the output held already."""
     bytes: int = 0
-    """Of the input's lines that are through."""
+    """Bytes of the input's lines that are done."""
     ignored: dict[str, None] = field(default_factory=dict)
-    """Names of fields that were ignored, of any row."""
+    """Names of fields that were ignored in any row."""
 
     def ignore(self, names: str) -> None:
-        """Notes names, with commas between them."""
+        """Adds names of ignored fields, which are separated by commas."""
         if names and len(self.ignored) < _MOST_NAMES:
             self.ignored |= dict.fromkeys(names.split(", "))
 
@@ -58,11 +59,11 @@ async def run_rows(
     answered: Answered,
     on_row: Callable[[Counts], object] = lambda _: None,
 ) -> Counts:
-    """Asks for all rows but those that are `answered`. No more rows are in memory than are under
+    """Asks for all rows but those that are `answered`. Memory holds no more rows than are under
     way.
 
-    Raises what `target.ask` raises: the rows under way are then given up, and those that are
-    written remain.
+    Raises the errors of `target.ask`. The rows under way are then given up. Rows that are written
+    remain.
     """
     counts = Counts()
     reading = asyncio.Lock()
@@ -100,8 +101,8 @@ async def run_rows(
 
 
 def _as_json(answer: Answer) -> Answer:
-    """The answer, with its JSON in one line however the server lays it out; an error where it is
-    none."""
+    """The answer with its JSON in one line, however the server lays it out. It becomes an error
+    where the content is not JSON."""
     try:
         return answer._replace(content=msgspec.json.format(answer.content, indent=-1))
     except msgspec.DecodeError:
@@ -113,6 +114,6 @@ def _as_json(answer: Answer) -> Answer:
 
 
 def _write(output: IO[bytes], line: bytes) -> None:
-    """At once and whole: what is written is there, whatever happens to the process next."""
+    """Writes a line at once and whole, so that it survives the process."""
     output.write(line)
     output.flush()

@@ -1,4 +1,4 @@
-"""Who answers the rows: a server elsewhere, or the server's app around an engine in this
+"""Targets that answer the rows: a server elsewhere, or the server's app around an engine in this
 process."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from toolkit_lm_server.unknown_fields import IGNORED
 _ATTEMPTS = 6
 _LONGEST_PAUSE = 30.0
 _BUSY = (429, 502, 503)
-"""Answers that say nothing of the row: it is asked again."""
+"""Statuses that say nothing of the row. It is asked again."""
 _REFUSED = (401, 403)
-"""Answers that all rows would get."""
+"""Statuses that all rows would get."""
 _OPENING = 10
 """Seconds in which a server must take a connection."""
 
@@ -35,7 +35,7 @@ class Target:
         self._first_pause = first_pause
 
     async def check(self) -> None:
-        """Raises ToolkitError where nobody is there to answer."""
+        """Raises ToolkitError where the target cannot answer."""
         try:
             response = await self._client.get("/v1/models")
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -49,7 +49,7 @@ class Target:
         self._check_allowed(response)
 
     async def ask(self, row: Row) -> Answer:
-        """Raises ToolkitError where it is of no use to ask for any row."""
+        """The answer to a row. Raises ToolkitError where asking for any row is of no use."""
         pause = self._first_pause
         why = ""
         for attempt in range(_ATTEMPTS):
@@ -107,8 +107,8 @@ async def server(
 
 @asynccontextmanager
 async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> AsyncIterator[Target]:
-    """The server's app, with an engine of its own: it checks what a server would. Raises what keeps
-    the engine from starting."""
+    """The server's app around an engine of its own, with the checks of a server. Raises the errors
+    of the engine's start."""
     # They take long to import, and a server elsewhere needs none of them.
     from toolkit_lm import AsyncLLM
 

@@ -1,1 +1,1 @@
-"""POST /v1/responses, as OpenAI has it: made of chat completions."""
+"""The routes of /v1/responses, as OpenAI has them, made of chat completions."""

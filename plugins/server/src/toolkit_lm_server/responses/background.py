@@ -1,4 +1,4 @@
-"""Responses that are made while nobody waits for them."""
+"""Responses that are made in the background, while no client waits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 
 _MOST = 64
-"""Responses under way: each holds what it was asked."""
+"""Most responses under way. Each holds its request."""
 
 
 class Background:
-    """The work on responses. It ends with the event loop, and a client that leaves does not end
-    it."""
+    """The tasks that make responses. They end with the event loop. A client that leaves does not
+    end them."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -25,7 +25,8 @@ class Background:
         return name in self._work
 
     def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`work` must not raise. Raises ApiError (429) where too many are under way."""
+        """Starts the work on a response. `work` must not raise. Raises ApiError (429) where too
+        many are under way."""
         if len(self._work) >= self._most:
             message = (
                 f"{self._most} responses are made in the background. Try again later, or ask "

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and what it is as a chat completion."""
+"""Request bodies of /v1/responses, and their translation to chat completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""What a chat completion's fields are called here."""
+"""Names that fields of a chat completion have in a response."""
 _ALSO = (
     "model",
     "stream",
@@ -35,7 +35,7 @@ _ALSO = (
 )
 _LOGPROBS = "message.output_text.logprobs"
 _OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
-"""What a response has no place for."""
+"""Fields of chat completions that a response has no place for."""
 _INCLUDED = (
     _LOGPROBS,
     "reasoning.encrypted_content",
@@ -46,15 +46,14 @@ _INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What may be asked for. But for log probabilities it is told anyway, as reasoning is, or there is
-none of it."""
+"""Values of `include` that are taken. Log probabilities come where asked for. The others come
+anyway, like reasoning, or do not exist."""
 _ECHOED = ("input", "instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
-"""What is kept of a request, or comes back with its answer."""
+"""Fields of a request that are kept, or come back with its answer."""
 
 
 class ResponsesBody(SamplingBody):
-    """POST /v1/responses. The sampling parameters that chat completions have are fields here,
-    too."""
+    """The body of POST /v1/responses. It has the sampling parameters of chat completions, too."""
 
     model_config = examples(
         {"input": "What is the capital of France?", "max_output_tokens": 8},
@@ -77,26 +76,27 @@ class ResponsesBody(SamplingBody):
     max_output_tokens: int | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    """{"format": ...}: as response_format of chat completions, and a JSON schema is told in it."""
+    """The format of the text, {"format": ...}, as response_format of chat completions. The members
+    of a JSON schema stand in it directly."""
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    """Of tools that run on the server: there are none."""
+    """Most calls of tools that run on the server. There are none."""
     top_logprobs: int | None = None
     include: Items[str] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    """It comes back with the answer."""
+    """Values that come back with the answer."""
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    """The answer is made while nobody waits for it: GET tells how far it is."""
+    """The answer is made in the background. GET tells its state."""
     enable_response_messages: bool = False
     """The answer has the prompt and the output as the model read and drew them, in text and
     tokens."""
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
-    """It has no effect: nothing is obfuscated."""
+    """Options of a stream, without effect: nothing is obfuscated."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     def own_messages(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class ResponsesBody(SamplingBody):
 
     def chat(self, earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields of a chat completion. `earlier`: the messages before its `own`. Raises
-        RequestError for what none can do."""
+        RequestError for values that a chat completion cannot have."""
         self._check()
         names = (*SAMPLING_PARAMS, *self.plugin_fields, *_ALSO)
         fields = {name: value for name in names if (value := getattr(self, name, None)) is not None}
@@ -129,7 +129,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def tells_logprobs(self) -> bool:
-        """The answer has its tokens' log probabilities."""
+        """Whether the answer has its tokens' log probabilities."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def _check(self) -> None:
@@ -153,7 +153,7 @@ class ResponsesBody(SamplingBody):
         for name in _OF_CHATS:
             if getattr(self, name) not in (None, False):
                 raise RequestError(f"{name} is for chat completions.", name)
-        if unknown := [one for one in self.include or () if one not in _INCLUDED]:
+        if unknown := [name for name in self.include or () if name not in _INCLUDED]:
             known = ", ".join(_INCLUDED)
             raise RequestError(
                 f"include: {printable(unknown[0])!r} is not one of {known}.", "include"
@@ -180,7 +180,8 @@ class ResponsesBody(SamplingBody):
 def _with_instructions(
     instructions: str | None, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Chat templates take one system message, at most, and at the beginning."""
+    """The messages, with the instructions first. Chat templates take one system message at most, at
+    the beginning."""
     if instructions is None:
         return messages
     if (

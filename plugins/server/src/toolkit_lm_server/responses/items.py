@@ -1,4 +1,5 @@
-"""Items of a response's input as messages of a chat, and tools as those of a chat."""
+"""Translates items of a response's input to messages of a chat, and its tools to those of a
+chat."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from toolkit_lm_server.errors import printable
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raises RequestError, naming the item."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+def messages_of(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of an input. Raises RequestError, which names the item."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(value):
         _add(messages, item, f"input[{index}]")
     if not messages:
         raise RequestError("input is an empty list: give at least one item.", "input")
@@ -73,7 +74,7 @@ def _assistant(
     reasoning_content: str | None = None,
     call: dict[str, Any] | None = None,
 ) -> None:
-    """Adds to the assistant's turn: reasoning, a text and calls, in this order, are one message."""
+    """Adds to the assistant's turn. Reasoning, a text and calls, in this order, are one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     begins = (
         last is None
@@ -93,7 +94,7 @@ def _assistant(
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """A text, or the parts of a chat's message."""
+    """The content of a chat's message: a text, or parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -131,14 +132,14 @@ def _part(part: Any, where: str) -> dict[str, Any]:
                 "input",
             )
         case kind:
-            # As it is: the renderer knows what the model takes.
+            # The item is passed on unchanged: the renderer knows what the model reads.
             if not isinstance(kind, str):
                 raise RequestError(f"{where} must be an object with a type.", "input")
             return part
 
 
 def _joined(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Texts as one."""
+    """The content with its texts joined to one."""
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
         return "".join(part["text"] for part in content)
     return content
@@ -157,7 +158,7 @@ def _str(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raises RequestError for tools that run on OpenAI's servers."""
+    """The tools of a chat. Raises RequestError for tools that run on OpenAI's servers."""
     found = []
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
@@ -187,7 +188,7 @@ def chat_tool_choice(
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}, tools
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-            names = [one.get("name") for one in allowed if isinstance(one, dict)]
+            names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
             return mode, [tool for tool in tools if tool["function"].get("name") in names]
     raise RequestError(
         'tool_choice must be "none", "auto", "required", a function or allowed_tools.',

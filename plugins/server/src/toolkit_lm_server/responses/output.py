@@ -1,4 +1,4 @@
-"""What /v1/responses answers: a response, or the events that tell how it comes about."""
+"""Answers of /v1/responses: a response, or the events that build it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from toolkit_lm_server.chat import ChatAnswer
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.event_stream import NamedEvents, telling
-from toolkit_lm_server.generation import Piece
+from toolkit_lm_server.generation import ChoicePiece
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.segments import Segment, Segments, Step
 
@@ -21,10 +21,10 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class Output:
-    """A response on its way."""
+    """A response that is being made."""
 
     def __init__(self, body: ResponsesBody, model: str, *, is_kept: bool) -> None:
-        """`is_kept`: a later request can name it. Set `answer` before it is read."""
+        """`is_kept`: later requests can name the response. Set `answer` before it is read."""
         self.id = f"resp_{uuid.uuid4().hex}"
         self._body = body
         self.answer: ChatAnswer | None = None
@@ -33,14 +33,15 @@ class Output:
         self._created = int(time.time())
         self._segments = Segments()
         self._ids: list[str] = []
-        """Of the items, by segment."""
+        """Ids of the output's items, by segment."""
         self._messages: dict[str, Any] = {}
-        """What the model read and drew, where it is asked for."""
+        """The prompt and the output as the model read and drew them, where asked for."""
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        """`choices`: those of the answer. It takes a while where they are large."""
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
+        """The whole response, made of the answer's `choices`. It takes a while where they are
+        large."""
         assert self.answer is not None
-        self._segments.take(self.answer.whole(choices))
+        self._segments.read_whole(self.answer.whole(choices))
         if self._body.enable_response_messages:
             names = ("input_messages", "output_messages")
             for name, (text, tokens) in zip(names, self.answer.raw(choices[0]), strict=True):
@@ -55,11 +56,12 @@ class Output:
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The response that an error ended."""
-        told = {"code": _code(error), "message": error.body["error"]["message"]}
-        return self._response("failed", self._items("incomplete"), error=told)
+        body = {"code": _code(error), "message": error.body["error"]["message"]}
+        return self._response("failed", self._items("incomplete"), error=body)
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """What happens, in the order of OpenAI's streams. The last event has the whole response."""
+        """The events of a stream, in the order of OpenAI's. The last event has the whole
+        response."""
         number = 0
         async with aclosing(self._unnumbered()) as found:
             async for events in found:
@@ -75,12 +77,12 @@ class Output:
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
         ]
-        async with aclosing(telling(self._told(), self._failure)) as found:
+        async with aclosing(telling(self._events_after_start(), self._failure)) as found:
             async for events in found:
                 yield events
 
-    async def _told(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """What comes after the beginning. Raises ApiError."""
+    async def _events_after_start(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The events after the beginning. Raises ApiError."""
         assert self.answer is not None
         async with aclosing(self._segments.read(self.answer)) as found:
             async for steps in found:
@@ -92,9 +94,9 @@ class Output:
 
     def _events(self, step: Step) -> list[dict[str, Any]]:
         segment = step.segment
-        text = step.segment.text if step.what == "end" else step.text
+        text = step.segment.text if step.phase == "end" else step.text
         item = {"output_index": segment.number}
-        if step.what == "begin":
+        if step.phase == "begin":
             self._ids.append(f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}")
         place = {"item_id": self._ids[segment.number], **item}
         added = {
@@ -108,25 +110,25 @@ class Output:
             "item": self._item(segment, "completed"),
         }
         if segment.kind == "call":
-            what = "response.function_call_arguments"
-            match step.what:
+            event = "response.function_call_arguments"
+            match step.phase:
                 case "begin":
                     return [added]
                 case "more":
-                    return [{"type": f"{what}.delta", **place, "delta": text}]
+                    return [{"type": f"{event}.delta", **place, "delta": text}]
                 case "end":
                     return [
-                        {"type": f"{what}.done", **place, "name": segment.name, "arguments": text},
+                        {"type": f"{event}.done", **place, "name": segment.name, "arguments": text},
                         done,
                     ]
-        what, place = f"response.{_PART[segment.kind]}", {**place, "content_index": 0}
-        tokens = segment.logprobs if step.what == "end" else step.logprobs
+        event, place = f"response.{_PART[segment.kind]}", {**place, "content_index": 0}
+        tokens = segment.logprobs if step.phase == "end" else step.logprobs
         logprobs = (
             {"logprobs": tokens if self._body.tells_logprobs else []}
             if segment.kind == "text"
             else {}
         )
-        match step.what:
+        match step.phase:
             case "begin":
                 return [
                     added,
@@ -137,9 +139,9 @@ class Output:
                     },
                 ]
             case "more":
-                return [{"type": f"{what}.delta", **place, "delta": text, **logprobs}]
+                return [{"type": f"{event}.delta", **place, "delta": text, **logprobs}]
             case "end":
-                whole = {"type": f"{what}.done", **place, "text": text, **logprobs}
+                whole = {"type": f"{event}.done", **place, "text": text, **logprobs}
                 return [
                     whole,
                     {"type": "response.content_part.done", **place, "part": self._part(segment)},
@@ -147,7 +149,7 @@ class Output:
                 ]
 
     def _item(self, segment: Segment, status: str, *, begun: bool = False) -> dict[str, Any]:
-        """A segment as an item of the output. `begun`: nothing is in it yet."""
+        """A segment as an item of the output. `begun`: the item is still empty."""
         item: dict[str, Any] = {"id": self._ids[segment.number], "status": status}
         match segment.kind:
             case "call":
@@ -184,23 +186,26 @@ class Output:
         return part
 
     def _items(self, last: str) -> list[dict[str, Any]]:
-        """`last`: the status of the last one, unless that is a call: calls are whole."""
+        """The items of the output. `last`: the status of the last one, unless it is a call: calls
+        are whole."""
         segments = self._segments.all
         self._ids += [
-            f"{_PREFIX[one.kind]}_{uuid.uuid4().hex}" for one in segments[len(self._ids) :]
+            f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}" for segment in segments[len(self._ids) :]
         ]
         return [
-            self._item(one, last if one is segments[-1] and one.kind != "call" else "completed")
-            for one in segments
+            self._item(
+                segment, last if segment is segments[-1] and segment.kind != "call" else "completed"
+            )
+            for segment in segments
         ]
 
     def _finished(self) -> dict[str, Any]:
         reason = self._segments.finish_reason
         if reason in ("stop", "tool_calls"):
             return self._response("completed", self._items("completed"), usage=self._usage())
-        told = {"reason": "max_output_tokens" if reason == "length" else reason}
+        details = {"reason": "max_output_tokens" if reason == "length" else reason}
         return self._response(
-            "incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage()
+            "incomplete", self._items("incomplete"), incomplete_details=details, usage=self._usage()
         )
 
     def _usage(self) -> dict[str, Any]:
@@ -255,16 +260,16 @@ class Output:
 
 
 class ResponseEvents(NamedEvents):
-    """A stream of a response. One that fails before it begins has an event of its own for that."""
+    """A stream of a response. A failure before its beginning is an event of its own."""
 
     @staticmethod
     def failure(error: ApiError) -> dict[str, Any]:
-        told = error.body["error"]
+        body = error.body["error"]
         return {
             "type": "error",
             "code": _code(error),
-            "message": told["message"],
-            "param": told["param"],
+            "message": body["message"],
+            "param": body["param"],
             "sequence_number": 0,
         }
 

@@ -1,4 +1,4 @@
-"""The routes of responses."""
+"""The routes of /v1/responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from toolkit_lm_server.errors import (
     validated,
 )
 from toolkit_lm_server.event_stream import stream_of
-from toolkit_lm_server.generation import Piece, are_large
+from toolkit_lm_server.generation import ChoicePiece, are_large
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
@@ -36,11 +36,11 @@ from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import caller_of, request_context, with_body
 
 _PATH = "/v1/responses"
-_STORE_HINT = ": its operator starts it with --max-stored-responses."
+_STORE_HINT = ". Leave it out, or ask the operator to keep them (max_stored_responses)."
 
 
 class Responses:
-    """Answers in OpenAI's newer form."""
+    """Answers in the form of OpenAI's Responses API."""
 
     def __init__(self, engines: Engines, chat: Chat, store: ResponseStore) -> None:
         self._engines = engines
@@ -67,10 +67,10 @@ class Responses:
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
-                said = messages_of(response["output"]) if response["output"] else []
-                self._store.add(response, [*earlier, *own, *said], owner)
+                messages = messages_of(response["output"]) if response["output"] else []
+                self._store.add(response, [*earlier, *own, *messages], owner)
 
-        def whole(choices: list[Piece]) -> dict[str, Any]:
+        def whole(choices: list[ChoicePiece]) -> dict[str, Any]:
             response = output.whole(choices)
             keep(response)
             return response
@@ -104,7 +104,7 @@ class Responses:
         )
 
     def _keeps(self, body: ResponsesBody) -> bool:
-        """Whether the answer is kept. Raises RequestError where it cannot be, and is to be."""
+        """Whether the answer is kept. Raises RequestError where it must be kept and cannot be."""
         if body.store and not self._store.is_on:
             raise RequestError(
                 f"store true is supported only by a server that keeps responses{_STORE_HINT}",
@@ -157,15 +157,14 @@ class Responses:
         raise ApiError(400, message, param="response_id")
 
     def _earlier(self, name: str | None, owner: str) -> list[dict[str, Any]]:
-        """The conversation that goes on. Raises ApiError."""
+        """The conversation that the request continues. Raises ApiError."""
         if name is None:
             return []
         if not self._store.is_on:
-            hint = (
-                "send the whole conversation as input, or ask for a server with "
-                "--max-stored-responses"
+            message = (
+                "previous_response_id: this server keeps no responses. Send the whole conversation "
+                "as input, or ask the operator to keep them (max_stored_responses)."
             )
-            message = f"previous_response_id: this server keeps no responses: {hint}."
             raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
         if (messages := self._store.messages(name, owner)) is None:
             raise _unknown(name, "previous_response_id", 400)
@@ -201,33 +200,33 @@ def add_responses(
     body: type[ResponsesBody],
     options: ServerOptions,
 ) -> None:
-    """Adds the routes; those of kept responses where some are kept. `body`: with the fields of
-    plugins."""
+    """Adds the routes of responses, with those of kept responses where some are kept. `body`: the
+    body class with plugins' fields."""
     store = ResponseStore(options.max_stored_responses)
     responses = Responses(engines, chat, store)
-    told = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
+    schemas = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
     router.add_api_route(
         _PATH,
         with_body(responses.create, body),
         methods=["POST"],
         response_model=None,
-        responses=told,
+        responses=schemas,
     )
     if store.is_on:
-        one = f"{_PATH}/{{response_id}}"
+        path = f"{_PATH}/{{response_id}}"
         unknown = described(404)
         router.add_api_route(
-            one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown
+            path, responses.get, response_model=None, responses=answers(ResponseObject) | unknown
         )
-        told = answers(DeletedResponse) | unknown
+        schemas = answers(DeletedResponse) | unknown
         ended = answers(ResponseObject) | described(400, 404)
         router.add_api_route(
-            f"{one}/cancel",
+            f"{path}/cancel",
             responses.cancel,
             methods=["POST"],
             response_model=None,
             responses=ended,
         )
         router.add_api_route(
-            one, responses.delete, methods=["DELETE"], response_model=None, responses=told
+            path, responses.delete, methods=["DELETE"], response_model=None, responses=schemas
         )

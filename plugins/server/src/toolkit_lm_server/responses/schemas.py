@@ -1,4 +1,4 @@
-"""What the answers of /v1/responses look like, for the description of the API."""
+"""Shapes of the answers of /v1/responses, for the description of the API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ResponsePart(BaseModel):
 
 
 class ResponseItem(BaseModel):
-    """One of the output: a message, reasoning, or a call."""
+    """One item of the output: a message, reasoning, or a call."""
 
     type: Literal["message", "reasoning", "function_call"]
     id: str

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 _MOST_BYTES = 2**28
-"""Of all that is kept."""
+"""Most bytes of all that is kept."""
 
 
 class _Kept(NamedTuple):
@@ -22,20 +22,20 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps the latest, in memory, each for the client that it answered.
+    """Keeps the latest responses in memory, each for the client that it answered.
 
-    Where there is no more room, the client that has the most gives up its oldest: nobody pushes out
-    what others keep. Threads may share it.
+    Where there is no more room, the client with the most gives up its oldest. So no client pushes
+    out what others keep. Threads may share it.
     """
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
-        """`most`: how many; 0 keeps none."""
+        """`most`: the number of responses to keep. 0 keeps none."""
         self._most = most
         self._most_bytes = most_bytes
         self._sizes: Counter[str] = Counter()
-        """By owner, bytes."""
+        """Bytes that are kept, by owner."""
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
-        """By owner, then by name, the oldest first."""
+        """Responses by owner, then by name, the oldest first."""
         self._lock = Lock()
 
     @property
@@ -43,8 +43,8 @@ class ResponseStore:
         return self._most > 0
 
     def add(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
-        """`messages`: the conversation, without instructions and with the answer. One of the same
-        id is replaced."""
+        """Keeps a response, in place of one with the same id. `messages`: the conversation, without
+        instructions and with the answer."""
         kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(response))
         with self._lock:
             if self._find(response["id"], owner) is not None:
@@ -52,30 +52,30 @@ class ResponseStore:
             self._kept.setdefault(owner, OrderedDict())[response["id"]] = kept
             self._sizes[owner] += kept.size
             while sum(map(len, self._kept.values())) > self._most:
-                self._drop(max(self._kept, key=lambda one: len(self._kept[one])))
+                self._drop(max(self._kept, key=lambda name: len(self._kept[name])))
             while self._sizes.total() > self._most_bytes:
                 self._drop(max(self._kept, key=self._sizes.__getitem__))
 
     def _drop(self, owner: str, name: str | None = None) -> None:
-        """Forgets one of an owner; None: the oldest."""
+        """Forgets a response of an owner. `name` None: the oldest one."""
         kept = self._kept[owner]
-        one = kept.popitem(last=False)[1] if name is None else kept.pop(name)
-        self._sizes[owner] -= one.size
+        response = kept.popitem(last=False)[1] if name is None else kept.pop(name)
+        self._sizes[owner] -= response.size
         if not kept:
             del self._kept[owner], self._sizes[owner]
 
     def messages(self, name: str, owner: str) -> list[dict[str, Any]] | None:
-        """The conversation so far."""
+        """The conversation up to a response. None where the owner has no such response."""
         kept = self._find(name, owner)
         return None if kept is None else msgspec.json.decode(kept.messages)
 
     def response(self, name: str, owner: str) -> bytes | None:
-        """In JSON."""
+        """A response in JSON. None where the owner has no such response."""
         kept = self._find(name, owner)
         return None if kept is None else kept.response
 
     def remove(self, name: str, owner: str) -> bool:
-        """Whether there was one."""
+        """Forgets a response. Returns whether the owner had it."""
         with self._lock:
             is_kept = self._find(name, owner) is not None
             if is_kept:
@@ -83,5 +83,5 @@ class ResponseStore:
         return is_kept
 
     def _find(self, name: str, owner: str) -> _Kept | None:
-        """Whoever else asks is not told that there is one."""
+        """The response of this name, for its owner alone. Others do not learn that it exists."""
         return self._kept[owner].get(name) if owner in self._kept else None

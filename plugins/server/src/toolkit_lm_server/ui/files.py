@@ -1,4 +1,4 @@
-"""The files of the pages, which are the same for all."""
+"""The static files of the server's pages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HEADERS = {
 def add_files(
     routes: APIRouter | FastAPI, page: tuple[str, str], folder: str, names: Iterable[str]
 ) -> None:
-    """Serves a page, (path, file), and what it needs in a folder beside it, to all."""
+    """Serves a page, (path, file), and the files of a folder beside it, without an API key."""
     path, file = page
     for at, name in ((path, file), *((f"{folder}/{name}", name) for name in names)):
         router = routes.router if isinstance(routes, FastAPI) else routes
@@ -66,8 +66,8 @@ def add_files(
 
 
 def add_api_page(app: FastAPI) -> None:
-    """Serves the description of the app's routes at /docs. FastAPI's own page loads its script from
-    another host."""
+    """Serves the description of the app's routes at /docs. FastAPI's own page would load its script
+    from another host."""
     add_files(app, ("/docs", "docs.html"), "/docs", _API)
 
 

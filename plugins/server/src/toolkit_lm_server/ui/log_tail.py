@@ -12,8 +12,7 @@ _LINES = 200
 _MOST_CHARACTERS = 500
 _SERVER = "uvicorn.error"
 _ACCESS = ("uvicorn.access", "toolkit_lm_server.access")
-"""Loggers: of the server, whose records are kept, and of requests, whose are not: a path may say
-anything."""
+"""Loggers of requests. Their records are not kept, because a path may hold anything."""
 
 
 class Line(NamedTuple):
@@ -26,9 +25,8 @@ class Line(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Keeps the last lines of the toolkit's own loggers, and nothing of other libraries'. A line is
-    cut, has no control characters, and none of `secrets`.
-    """
+    """Keeps the last lines of the toolkit's own loggers, and none of other libraries. A line is
+    cut, and has neither control characters nor any of `secrets`."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__(logging.INFO)
@@ -38,7 +36,8 @@ class LogTail(logging.Handler):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """For a process that is the server's own."""
+        """Adds the handler to the root logger, until the end of the `with` block. The process must
+        be the server's own."""
         root = logging.getLogger()
         root.addHandler(self)
         try:
@@ -59,7 +58,9 @@ class LogTail(logging.Handler):
             return
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        text = "".join(one if one.isprintable() else " " for one in text[:_MOST_CHARACTERS])
+        text = "".join(
+            character if character.isprintable() else " " for character in text[:_MOST_CHARACTERS]
+        )
         self._count += 1
         self._lines.append(Line(self._count, record.created, record.levelname.lower(), text))
 

@@ -1,4 +1,4 @@
-"""The page, and the stream of what it shows."""
+"""The page at `/`, and the stream of its events."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _MOST_ONLOOKERS = 8
 
 
 class Page:
-    """A page with a chat and a live view of the engine. It may be loaded by all; what it shows is
-    behind the API key."""
+    """A page with a chat and a live view of the engine. All may load it. Its events are behind the
+    API key."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         # Where clients have keys of their own, they are strangers to each other.
@@ -44,12 +44,12 @@ class Page:
         readiness: Readiness,
         engine: ServingEngine | None,
     ) -> None:
-        """`kind`: of the route that is behind the API key. `engine`: None while it is being
+        """`kind`: class of the route that is behind the API key. `engine`: None while it is being
         made."""
         add_files(router, ("/", "index.html"), "/ui", PAGE)
 
         async def events() -> Response:
-            """What the page shows, as it changes."""
+            """Streams the page's content as it changes."""
             self._check_onlookers()
             stream = self._events(readiness, engine)
             return EventStream(stream, stream)
@@ -71,8 +71,8 @@ class Page:
     async def _events(
         self, readiness: Readiness, engine: ServingEngine | None
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """A description whenever it may have changed, then views. It ends when the engine is there,
-        or the server is to end."""
+        """The page's events: a description whenever it may have changed, then views. They end when
+        the engine is there, or the server is to end."""
         # Others may have come at the same time.
         self._check_onlookers()
         watched = readiness.engine
@@ -104,7 +104,7 @@ class Page:
 
 
 def _described(engine: ServingEngine | None) -> dict[str, Any]:
-    """What is served, and by which plugins."""
+    """The served model, and its plugins."""
     if engine is None:
         return {"model": None, "plugins": []}
     config = engine.config
@@ -125,11 +125,11 @@ def _described(engine: ServingEngine | None) -> dict[str, Any]:
     known = engine.plugins.infos
     plugins = [
         {
-            "name": one.name,
-            "distribution": one.distribution,
-            "version": one.version,
-            "status": one.status,
+            "name": figure.name,
+            "distribution": figure.distribution,
+            "version": figure.version,
+            "status": figure.status,
         }
-        for one in known
+        for figure in known
     ]
     return {"model": model, "plugins": plugins}

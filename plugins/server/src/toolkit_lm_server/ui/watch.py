@@ -1,4 +1,4 @@
-"""What the page shows of the engine."""
+"""The page's view of the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from toolkit_lm_server.watched import Watched, engine_states, total_load
 PERIOD = 0.4
 """Seconds from one view to the next."""
 _EARLY = 0.9
-"""Of a period: one who comes so much earlier than the clock is served."""
+"""Part of a period after which a new view is made. Onlookers are served that much earlier than the
+clock."""
 _FIGURES_PERIOD = 2.0
-"""Seconds from one look at the metrics to the next: it takes a millisecond."""
+"""Seconds from one reading of the metrics to the next. A reading takes a millisecond."""
 _MOST_EVENTS = 20_000
 _MOST_STEPS = 120
 _MOST_REQUESTS = 1_000
@@ -39,10 +40,10 @@ _COUNTERS = {
 
 
 class Watch:
-    """Makes views of an engine, of its events and the metrics. Without an onlooker it takes in no
+    """Makes views of an engine, from its events and the metrics. Without an onlooker it takes in no
     events.
 
-    Events come in any thread; all else is called by the event loop.
+    Events come in any thread. The event loop calls all else.
     """
 
     def __init__(self, metrics: Metrics, *, shows_requests: bool = True) -> None:
@@ -57,7 +58,7 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """For as long as somebody looks."""
+        """Counts an onlooker, until the end of the `with` block."""
         self.num_onlookers += 1
         self._metrics.tap = self._events.append
         try:
@@ -83,7 +84,7 @@ class Watch:
             # They have ended with the engine, and no event says so.
             self._requests.clear()
             self._num_restarts = engine.num_restarts
-        (steps, load) = self._take_in()
+        (steps, load) = self._drain()
         figures = {}
         if now - self._figures_time >= _FIGURES_PERIOD:
             figures = self._read_metrics()
@@ -100,8 +101,8 @@ class Watch:
             "queued_tokens": engine.num_queued_tokens,
             "load": _load(load),
             "engines": [
-                {**one, "load": _load(self._metrics.loads.get(one["engine"]))}
-                for one in engine_states(engine)
+                {**state, "load": _load(self._metrics.loads.get(state["engine"]))}
+                for state in engine_states(engine)
             ],
             "num_steps": len(steps),
             "num_tokens": sum(step.num_tokens for step in steps),
@@ -114,8 +115,9 @@ class Watch:
             **figures,
         }
 
-    def _take_in(self) -> tuple[list[StepEvent], LoadEvent | None]:
-        """The steps since the last call, and the load when most was to do; requests are noted."""
+    def _drain(self) -> tuple[list[StepEvent], LoadEvent | None]:
+        """The steps since the last call, and the load at its highest. Events of requests are
+        recorded."""
         steps: list[StepEvent] = []
         loads: defaultdict[int, list[LoadEvent]] = defaultdict(list)
         for _ in range(len(self._events)):
@@ -127,8 +129,8 @@ class Watch:
                 case RequestEvent() if self._shows_requests:
                     self._note(event)
         most = {
-            engine: max(its, key=lambda one: one.num_running + one.num_waiting)
-            for engine, its in loads.items()
+            engine: max(events, key=lambda load: load.num_running + load.num_waiting)
+            for engine, events in loads.items()
         }
         return steps, total_load((self._metrics.loads | most).values())
 
@@ -152,14 +154,15 @@ class Watch:
             del self._requests[next(iter(self._requests))]
 
     def _listed(self, now: float) -> list[dict[str, Any]]:
-        """The oldest first, those that run before those that wait. Nothing says whose they are."""
+        """The requests to show: those that run before those that wait, the oldest first. Nothing
+        tells whose they are."""
         ordered = sorted(
             self._requests.items(),
-            key=lambda one: (one[1]["state"] != "running", one[1]["arrival"]),
+            key=lambda request: (request[1]["state"] != "running", request[1]["arrival"]),
         )
         return [
-            {"id": name[-12:], **one, "age": now - one["arrival"]}
-            for name, one in ordered[:_SHOWN_REQUESTS]
+            {"id": name[-12:], **request, "age": now - request["arrival"]}
+            for name, request in ordered[:_SHOWN_REQUESTS]
         ]
 
     def _read_metrics(self) -> dict[str, Any]:
@@ -183,7 +186,7 @@ class Watch:
 
 
 def _load(load: LoadEvent | None) -> dict[str, int] | None:
-    """None before the first step."""
+    """The load as a mapping. None before the first step."""
     if load is None:
         return None
     return {

@@ -375,7 +375,7 @@ async function answer() {
   turns.push(turn);
   const facts = [];
   if (usage) {
-    // Of a short answer, all tokens may come at once.
+    // All tokens of a short answer may come at once.
     const after = first === null ? 0 : (performance.now() - first) / 1000;
     const writing = after > 0.1 ? after : seconds;
     facts.push(`${count(usage.completion_tokens)} tokens`);

@@ -89,7 +89,7 @@ export async function* events(response) {
   }
 }
 
-/** What an answer that is no success says. */
+/** The message of an error response. */
 export async function failure(response) {
   try {
     return (await response.json()).error.message;

@@ -59,7 +59,7 @@ for (const [id, opened] of [["since-start", false], ["since-opened", true]]) {
   });
 }
 
-/** What is served. */
+/** Shows the server's model and plugins. */
 export function describe(server) {
   blockSize = server.model?.block_size ?? 0;
   const states = ["broken", "ok", "disabled"];
@@ -159,7 +159,7 @@ export function draw() {
   drawRequests();
 }
 
-/** Of several engines, a row each. */
+/** A row for each of several engines. */
 function drawEngines() {
   const { engines } = view;
   $("engines-panel").hidden = !engines.length;

@@ -48,7 +48,7 @@ export function rendered(text) {
   return made;
 }
 
-/** What a line begins: a heading, an item of a list, or nothing. */
+/** Kind of block that a line begins: a heading, an item of a list, or none. */
 function item(line) {
   const heading = /^(#{1,4}) (.*)$/.exec(line);
   if (heading) return [heading[1].length < 3 ? "h3" : "h4", heading[2]];

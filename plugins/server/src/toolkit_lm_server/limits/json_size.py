@@ -1,16 +1,16 @@
-"""How deep JSON is nested, and of how many values it is: told before it is parsed."""
+"""Measures of JSON before it is parsed: its depth, and the number of its values."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _PART = 2**18
-"""Bytes that are looked at together."""
+"""Bytes that are measured together."""
 
 
 def measure(body: bytes) -> tuple[int, int]:
-    """How many levels JSON is nested, and how many values and names it has. Anything is returned
-    for what is no JSON."""
+    """The depth of JSON, and the number of its values and names. The result is arbitrary for a body
+    that is not JSON."""
     # Without escaped characters, each quotation mark begins or ends a text.
     bare = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     values = 1
@@ -31,7 +31,7 @@ def measure(body: bytes) -> tuple[int, int]:
 
 
 def _table(**values: str) -> np.ndarray:
-    """By character: 1 for those of `more`, -1 for those of `less`, else 0."""
+    """A table by character: 1 for those of `more`, -1 for those of `less`, else 0."""
     table = np.zeros(256, np.int8)
     for sign, characters in ((1, values["more"]), (-1, values.get("less", ""))):
         table[[ord(character) for character in characters]] = sign

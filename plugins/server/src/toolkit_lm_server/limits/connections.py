@@ -1,4 +1,4 @@
-"""The server's connections: how many there may be, and how long each may keep the server
+"""Limits of the server's connections: their number, and how long each may keep the server
 waiting."""
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from toolkit_lm_server.request_log import POLLS, log_answer, log_request
 from toolkit_lm_server.threads import CLOSING
 
 _SPARE = 32
-"""Connections beyond the maximum: they hear that the server is busy, or what its health is."""
+"""Connections beyond the maximum. They are told that the server is busy, or its health."""
 _BACKLOG = 2048
 """Connections that the kernel keeps until the server takes them."""
 _MOST_HEADERS = 100
 _SLOWEST = 1024
-"""Bytes that a client must read in a second, or all that waits, as long as some of its answer
-does."""
+"""Bytes that a client must read in a second while a part of its answer waits. Fewer are enough
+where fewer wait."""
 _LOOK = 0.5
-"""Seconds between two looks at what connections wait for."""
+"""Seconds from one check of what connections wait for to the next."""
 
 Wait = Literal["head", "body", "reader", "server"]
-"""What a connection waits for: a part of the request, the client that reads its answer, or the
-server."""
+"""The reason why a connection waits: a part of the request, the client that reads its answer, or
+the server."""
 
 
 class _Stage(NamedTuple):
-    """What a connection waits for. It is another one when there was progress."""
+    """The reason why a connection waits. A stage with new progress is another one."""
 
     wait: Wait
     progress: object
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app over connections with bounds."""
+    """Serves an app over a bounded number of connections."""
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, context: ssl.SSLContext | None = None
     ) -> None:
-        """`context`: what secures connections; None: nothing does."""
+        """`context`: TLS of the connections. None: they are not secured."""
         self.bounded = Connections(options, context)
         super().__init__(_settings(app, options, self.bounded))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the lifecycle's."""
+        """Handles no signals: the lifecycle does."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_BACKLOG)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
         self._watching = asyncio.create_task(self.bounded.watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -90,44 +90,47 @@ class Connections:
             "reader": options.write_timeout,
         }
         self.least_read = _SLOWEST * options.write_timeout
-        """Bytes of its answer that a client must read within write_timeout, where so many wait."""
+        """Bytes of its answer that a client must read within write_timeout, or all where fewer
+        wait."""
         self._max_header_bytes = options.max_header_bytes
         self._stages: dict[AnyConnection, tuple[_Stage, float]] = {}
-        """Of each connection, since when."""
+        """The stage of each connection, and the time since when it lasts."""
         self._idle: dict[AnyConnection, None] = {}
-        """Those without a request, the longest idle first."""
+        """Connections without a request, the longest idle first."""
         self._kind = type("Connection", (Connection,), {"pool": self})
 
     def protocol(self, **options: Any) -> asyncio.BaseProtocol:
-        """That of a new connection."""
-        one = self._kind(**options)
+        """The protocol of a new connection."""
+        connection = self._kind(**options)
         return (
-            one if self._context is None else Handshake(one, self._context, self._seconds["head"])
+            connection
+            if self._context is None
+            else Handshake(connection, self._context, self._seconds["head"])
         )
 
-    def opened(self, one: AnyConnection) -> None:
-        """Takes a connection in, at the cost of another one where there are too many."""
-        self._stages[one] = one.stage(), time.monotonic()
-        self._idle[one] = None
+    def opened(self, connection: AnyConnection) -> None:
+        """Takes a connection in. Where there are too many, the longest idle one is ended."""
+        self._stages[connection] = connection.stage(), time.monotonic()
+        self._idle[connection] = None
         if len(self._stages) <= self._most:
             return
         longest = next(iter(self._idle))
-        if longest is not one or len(self._stages) > self._most + self._spare:
+        if longest is not connection or len(self._stages) > self._most + self._spare:
             longest.abort()
 
-    def closed(self, one: AnyConnection) -> None:
+    def closed(self, connection: AnyConnection) -> None:
         """Forgets a connection."""
-        self._stages.pop(one, None)
-        self._idle.pop(one, None)
+        self._stages.pop(connection, None)
+        self._idle.pop(connection, None)
 
-    def seen(self, one: AnyConnection) -> None:
+    def seen(self, connection: AnyConnection) -> None:
         """Takes note of whether a connection has a request."""
-        if one not in self._stages:
+        if connection not in self._stages:
             return
-        if one.is_idle:
-            self._idle.setdefault(one)
+        if connection.is_idle:
+            self._idle.setdefault(connection)
         else:
-            self._idle.pop(one, None)
+            self._idle.pop(connection, None)
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError (400) for a body without one clear end, (431) for too many headers, (503)
@@ -154,13 +157,14 @@ class Connections:
             retry = {"Retry-After": str(RETRY_AFTER)}
             raise ApiError(
                 503,
-                f"The server has {self._most} requests under way (max_connections).",
+                f"The server has {self._most} requests under way (max_connections). Try again "
+                "later.",
                 code="server_busy",
                 headers=retry,
             )
 
     def head_error(self, num_bytes: int, message: str) -> ApiError:
-        """What is wrong with a head that cannot be read, of which so many bytes wait."""
+        """The error of a head that cannot be read. `num_bytes`: bytes of it that wait."""
         return _large_head() if num_bytes > self._max_header_bytes else ApiError(400, message)
 
     async def watch(self) -> None:
@@ -168,23 +172,23 @@ class Connections:
         while True:
             await asyncio.sleep(_LOOK)
             now = time.monotonic()
-            for one, (before, since) in list(self._stages.items()):
-                stage = one.stage()
+            for connection, (before, since) in list(self._stages.items()):
+                stage = connection.stage()
                 if stage != before:
-                    self._stages[one] = stage, now
+                    self._stages[connection] = stage, now
                 elif now - since > self._seconds.get(stage.wait, float("inf")):
-                    one.expire(stage.wait)
-                self.seen(one)
+                    connection.expire(stage.wait)
+                self.seen(connection)
 
     @property
     def num_unread(self) -> int:
-        """How many have an answer that is not sent to its end."""
-        return sum(one.num_unsent > 0 for one in self._stages)
+        """Number of connections whose answer is not sent to its end."""
+        return sum(connection.num_unsent > 0 for connection in self._stages)
 
     def abort(self) -> None:
-        """Ends all of them at once."""
-        for one in list(self._stages):
-            one.abort()
+        """Ends all connections at once."""
+        for connection in list(self._stages):
+            connection.abort()
 
 
 class Counted:
@@ -214,18 +218,18 @@ class Counted:
 
 
 class Connection(H11Protocol):
-    """One of them. `Connections` makes the subclass to use."""
+    """One connection. `Connections` makes the subclass to use."""
 
     pool: Connections
     handshake: Handshake | None = None
-    """What secures it."""
+    """The TLS handshake that secures the connection."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._served: Any = self.app
         self.app = self._answer
         self._goal = 0
-        """Bytes that the client must have taken, for the timer to begin anew."""
+        """Bytes that the client must have taken for the timer to start anew."""
 
     @property
     def num_unsent(self) -> int:
@@ -235,12 +239,12 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """It has no request, and nothing to send."""
+        """Whether the connection has neither a request nor bytes to send."""
         return (self.cycle is None or self.cycle.response_complete) and not self.num_unsent
 
     def stage(self) -> _Stage:
         if (waiting := self.num_unsent) or self.transport.is_closing():
-            # What is written meanwhile, comments too, is no progress of the client's.
+            # Data written meanwhile, comments too, is not the client's progress.
             if (taken := self._written.num_taken) >= self._goal:
                 self._goal = taken + max(1, min(waiting, self.pool.least_read))
             return _Stage("reader", self._goal)
@@ -278,7 +282,7 @@ class Connection(H11Protocol):
         self.pool.seen(self)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is not HTTP, or has a head without an end."""
+        """Answers what uvicorn cannot read: no HTTP, or a head without an end."""
         self._refuse(self.pool.head_error(len(self.conn.trailing_data[0]), msg))
 
     def expire(self, wait: Wait) -> None:
@@ -330,15 +334,15 @@ class Connection(H11Protocol):
 
 
 class Handshake(SSLProtocol):
-    """A connection whose TLS handshake is under way. After that, what its Connection reads and
-    writes goes through it."""
+    """A connection whose TLS handshake is under way. Afterwards, its Connection reads and writes
+    through it."""
 
     below: Counted
     num_unsent = 0
     is_idle = True
 
     def __init__(self, inner: Connection, context: ssl.SSLContext, seconds: int) -> None:
-        """`seconds`: those that it may take."""
+        """`seconds`: the longest time of the handshake."""
         loop = asyncio.get_running_loop()
         end = CLOSING
         super().__init__(
@@ -381,7 +385,8 @@ AnyConnection = Connection | Handshake
 def _large_head() -> ApiError:
     return ApiError(
         431,
-        f"The request's headers are more than {_MOST_HEADERS}, or larger than max_header_size.",
+        f"The request has more than {_MOST_HEADERS} headers, or they are too large "
+        "(max_header_size). Leave some out.",
         code="headers_too_large",
     )
 
@@ -409,6 +414,6 @@ def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) ->
 
 
 def _proxies(options: ServerOptions) -> str:
-    """Whose X-Forwarded-For is believed: a program's of this machine."""
-    given = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
-    return given if options.uds is None or given == "*" else f"{given},{UNIX}"
+    """The proxies whose X-Forwarded-For is believed: programs of this machine."""
+    trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+    return trusted if options.uds is None or trusted == "*" else f"{trusted},{UNIX}"
