@@ -44,7 +44,7 @@ class ScriptedServer(ThreadingHTTPServer):
         super().finish_request(request, client_address)
 
     def handle_error(self, request, client_address):
-        """A client that hangs up is no news."""
+        """A client that hangs up is not logged."""
 
 
 class _Handler(BaseHTTPRequestHandler):

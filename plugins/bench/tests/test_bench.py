@@ -28,7 +28,14 @@ def toolkit(*arguments):
     )
 
 
-@pytest.mark.parametrize("way", ["offline", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way",
+    # `test_its_table_and_its_options` has the other.
+    [
+        pytest.param("server", marks=pytest.mark.slow),
+        pytest.param("offline", marks=pytest.mark.nightly),
+    ],
+)
 def test_startup_of_the_tiny_model(way):
     done = toolkit(
         "bench",

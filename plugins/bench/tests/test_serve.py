@@ -286,7 +286,7 @@ def test_without_usage_tokens_are_counted_and_that_is_said(server, bench):
         20,
         12,
     )
-    assert "note: the server told no usage of 4 requests." in err
+    assert "note: the server reported no usage for 4 requests." in err
 
 
 def test_a_server_without_models(server, bench):
@@ -317,7 +317,7 @@ def test_nobody_answers(server, bench):
         (["serve", "--goodput", "ttf:3"], "Did you mean 'ttft'?"),
         (["serve", "--goodput", "ttft"], "needs milliseconds above 0, as in ttft:200"),
         (["serve", "--percentiles", "101"], "101 is not between 0 and 100"),
-        (["serve", "--percentiles", ","], "'percentiles' is empty"),
+        (["serve", "--percentiles", ","], "--percentiles is empty"),
         (["serve", "--dataset", "sharegtp"], "Did you mean 'sharegpt'?"),
         (
             ["serve", "--dataset", "conversation", "--endpoint", "completions"],
@@ -325,7 +325,7 @@ def test_nobody_answers(server, bench):
         ),
         (["serve", "--dataset", "sharegpt"], "'sharegpt' needs a file"),
         (["serve", "--output", "/nowhere/x.json"], "'/nowhere/x.json' cannot be written"),
-        (["serve", "--api-key", "ä"], "'api_key' must be printable ASCII"),
+        (["serve", "--api-key", "ä"], "--api-key must be printable ASCII"),
         (["sweep"], "give either option 'concurrencies' or option 'request_rates'"),
         (["sweep", "--concurrencies", "1,x"], "'concurrencies': 'x'"),
         (["sweep", "--request-rates", "1,-2"], "'request_rates': '-2'"),

@@ -100,8 +100,7 @@ class Terminal:
         )
 
     def ready(self):
-        """What was written until the next line can be entered, without the sequences that draw
-        it."""
+        """Text written until the next line can be entered, without the sequences that draw it."""
         self._child.expect(READY)
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self._child.before).replace("\r", "")
 

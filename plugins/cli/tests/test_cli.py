@@ -56,7 +56,7 @@ def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
     done = toolkit("explain", "tiny")
     assert done.code == 2
     assert done.err.startswith(
-        "error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is not a value for 'block_size'"
+        "error: environment variable TOOLKIT_LM_BLOCK_SIZE must be a whole number, not 'many'."
     )
 
 

@@ -7,6 +7,7 @@ import os
 from importlib.metadata import version
 
 from toolkit_lm import __version__
+from toolkit_lm.events import WAITS
 from toolkit_lm_devkit import write_checkpoint
 
 
@@ -18,6 +19,15 @@ def test_explain_names_every_choice(toolkit, checkpoint):
     found = json.loads(toolkit("explain", checkpoint, "--json").out)
     assert (found["plugin"], found["renderer"], len(found["layers"])) == ("decoder", "hf", 2)
     assert found["layers"][0]["backend"] == "sdpa"
+
+
+def test_explain_lists_why_requests_may_wait(toolkit, checkpoint):
+    waits = json.loads(toolkit("explain", checkpoint, "--json", "--max-num-seqs", "7").out)["waits"]
+    assert waits["batch"] == "the batch has no free row (max_num_seqs 7)"
+    assert waits.keys() <= WAITS.keys() and {"queue", "tokens", "blocks", "policy"} <= waits.keys()
+    assert "media" not in waits
+    shown = " ".join(toolkit("explain", checkpoint, "--max-num-seqs", "7").out.split())
+    assert "may wait queue: its turn has not come batch: the batch" in shown
 
 
 def test_explain_says_how_the_forward_pass_is_computed(toolkit, checkpoint):
@@ -72,6 +82,34 @@ def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
     assert (first["num_layers"], last["num_layers"]) == (3, 3)
 
 
+def test_explain_says_what_weights_of_each_kind_take(toolkit, checkpoint):
+    """A matrix of 128 inputs in int4 has 4 bits a weight, and a float32 scale of each 32."""
+
+    def weights(*options: str) -> dict[str, dict]:
+        found = json.loads(toolkit("explain", "tiny", "--json", *options).out)
+        kinds = {one["kind"]: one for one in found["weights"]}
+        total = sum(one["num_bytes"] for one in kinds.values())
+        assert sum(rank["num_bytes"] for rank in found["ranks"]) == total
+        return kinds
+
+    plain = weights()
+    assert plain.keys() == {"embedding", "linear", "lm_head", "other"}
+    assert all(one["num_bytes"] == one["num_float_bytes"] for one in plain.values())
+    assert plain["lm_head"]["num_bytes"] == 0
+    int4 = ("--quantization", "int4", "--kernels", "torch")
+    by = "multiplied by torch, which dequantizes it at each product"
+    found = weights(*int4)
+    count = plain["linear"]["num_weights"]
+    assert found["linear"] == plain["linear"] | {
+        "num_bytes": count * 5 // 8,
+        "methods": {f"int4 in groups of 32, {by}": 24},
+    }
+    assert found["embedding"]["num_bytes"] == 1536 * (128 + 4)
+    shown = " ".join(toolkit("explain", "tiny", *int4).out.split())
+    assert f"0.9 MiB of 2.8, 5.00 bits a weight (24 by int4 in groups of 32, {by})" in shown
+    assert f"lm_head: the embedding's (1 by int8, {by})" in shown
+
+
 def test_explain_shows_each_rank(toolkit, checkpoint):
     found = json.loads(
         toolkit(
@@ -112,7 +150,7 @@ def test_explain_shows_each_rank(toolkit, checkpoint):
 
 
 def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
-    """Of 5 experts of 3 x 24 x 16 weights in each of 2 layers: cut in two, and divided."""
+    """Two layers of 5 experts of 3 x 24 x 16 weights: cut in two, and divided."""
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -151,7 +189,7 @@ def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
     done = toolkit("explain", "tiny", "--tensor-parallel-size", "2", "--enable-expert-parallel")
     assert (
         done.code != 0
-        and "enable_expert_parallel: " in done.err
+        and "--enable-expert-parallel: " in done.err
         and "of experts" not in toolkit("explain", "tiny").out
     )
 
@@ -167,7 +205,7 @@ def test_explain_says_what_does_not_fit(toolkit, checkpoint):
         and "cannot hold one sequence of max_model_len 64" in refused["kv_refusal"]
     )
     done = toolkit("explain", checkpoint, "--tensor-parallel-size", "3")
-    assert done.code != 0 and "cannot be split evenly over tensor_parallel_size=3" in done.err
+    assert done.code != 0 and "cannot be split evenly over --tensor-parallel-size 3" in done.err
 
 
 def test_explain_tells_of_several_engines(toolkit, checkpoint):

@@ -34,7 +34,7 @@ def test_the_help_lists_the_commands(toolkit):
         for name in ("chat", "complete", "embed", "env", "explain", "generate")
         if f" {name} " not in listed
     ] == []
-    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 8
+    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 9
 
 
 def test_generate_completes_each_line_in_order(generate):
@@ -133,11 +133,14 @@ def test_a_request_that_cannot_be_served_is_one_error(toolkit, checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--temperature", "-1"], "option '--temperature': temperature must be between 0"),
-        (["--max-tokens", "many"], "option '--max-tokens': 'many' is not a value"),
-        (["--top-p", "0"], "option '--top-p': top_p must be above 0"),
-        (["--typical-p", "0"], "option '--typical-p': typical_p must be above 0"),
-        (["--block-size", "0"], "'block_size' must be between 1 and 1024"),
+        (["--temperature", "-1"], "error: --temperature must be between 0"),
+        (
+            ["--max-tokens", "many"],
+            "error: --max-tokens must be a whole number or none, not 'many'",
+        ),
+        (["--top-p", "0"], "error: --top-p must be above 0"),
+        (["--typical-p", "0"], "error: --typical-p must be above 0"),
+        (["--block-size", "0"], "error: --block-size must be between 1 and 1024"),
         (["--n", "2"], "one answer is streamed"),
     ],
 )

@@ -180,9 +180,7 @@ def test_parameters_of_logits_processors_have_flags(invoke):
     ):
         with pytest.raises(RequestError, match=message):
             flags.params(overrides)
-    with pytest.raises(
-        ConfigError, match=r"option '--loud-times': loud_times must be between 0 and 9, not 10"
-    ):
+    with pytest.raises(ConfigError, match=r"^--loud-times must be between 0 and 9, not 10"):
         invoke("probe", "--loud-times", "10")
     with pytest.raises(Exception, match="No such option: --loud-secret"):
         invoke("probe", "--loud-secret")
@@ -209,9 +207,9 @@ def test_a_flag_wins_over_environment_over_file(invoke, tmp_path, monkeypatch):
 
 
 def test_wrong_values_name_their_option(invoke):
-    with pytest.raises(ConfigError, match=r"'block_size' must be between 1 and 1024, not 0"):
+    with pytest.raises(ConfigError, match=r"^--block-size must be between 1 and 1024, not 0"):
         invoke("probe", "--block-size", "0")
-    with pytest.raises(ConfigError, match=r"'dtype'.*Did you mean 'float16'"):
+    with pytest.raises(ConfigError, match=r"^--dtype .*Did you mean 'float16'"):
         invoke("probe", "--dtype", "flot16")
 
 
@@ -229,8 +227,7 @@ def test_switches_that_may_be_unset(invoke, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "perhaps")
     with pytest.raises(
         ConfigError,
-        match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is not a value for 'overlap' .* It is true or "
-        r"false\.",
+        match=r"TOOLKIT_LM_OVERLAP must be true or false or none, not 'perhaps'",
     ):
         invoke("probe")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -223,6 +224,13 @@ def test_an_error_of_the_server_is_one_error(toolkit, url, arguments, error):
     assert (done.code, done.err) == (1, f"error: {error}\n")
 
 
+def test_an_error_leaves_no_connection_to_a_server_that_keeps_it(toolkit, url, monkeypatch):
+    """Python would warn of it when it collects garbage, and the test server would wait for it."""
+    monkeypatch.setattr(Scripted, "protocol_version", "HTTP/1.1")
+    assert toolkit("complete", "--url", url, "--prompt", "x", "--api-key", "wrong").code == 1
+    gc.collect()
+
+
 def test_where_no_server_answers(toolkit):
     done = toolkit("complete", "--url", "http://127.0.0.1:1", "--prompt", "x")
     assert (done.code, done.out) == (1, "")
@@ -230,7 +238,7 @@ def test_where_no_server_answers(toolkit):
     done = toolkit("complete", "--url", "nonsense", "--prompt", "x")
     assert (
         done.code,
-        done.err.startswith("error: option 'url': 'nonsense' is not the address of a server: "),
+        done.err.startswith("error: --url: 'nonsense' is not the address of a server: "),
     ) == (2, True)
     assert toolkit("complete", "given", "--url", "nonsense", "--prompt", "x").code == 2
 

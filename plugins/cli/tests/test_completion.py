@@ -1,4 +1,4 @@
-"""What shells complete: commands, flags, values and models."""
+"""Completions of a shell: commands, flags, values and models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def complete(toolkit, monkeypatch):
-    """What bash would offer for the last word of a line."""
+    """Completer that returns bash's suggestions for the last word of a line."""
 
     def call(line):
         words = line.split(" ")

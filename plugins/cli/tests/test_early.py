@@ -84,7 +84,7 @@ def test_a_wrong_option_leaves_no_process():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "block_size" in done.stderr
+    assert done.returncode == 2 and "--block-size" in done.stderr
     pid, folder = done.stdout.split()
     assert not psutil.pid_exists(int(pid)) and not os.path.exists(folder)
 

@@ -1,4 +1,4 @@
-"""What `toolkit plugins show` says of a plugin's options."""
+"""Output of `toolkit plugins show` about a plugin's options."""
 
 from __future__ import annotations
 

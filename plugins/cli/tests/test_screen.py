@@ -1,5 +1,5 @@
-"""Where answers are shown: wrapped at words, Markdown block by block, and nothing that steers the
-terminal."""
+"""Display of answers: wrapped at words, Markdown block by block, and without sequences that steer
+the terminal."""
 
 from __future__ import annotations
 

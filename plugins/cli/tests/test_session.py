@@ -148,8 +148,8 @@ def test_sampling_parameters_are_set_and_checked(session):
     assert session.flags == {"top_k": 4, "stop": ["a b"]}
     for words, why in (
         ("temperatur=1", "Did you mean 'temperature'"),
-        ("temperature=hot", "'hot' is not a value"),
-        ("top_p=2", "top_p must be"),
+        ("temperature=hot", "must be a number, not 'hot'"),
+        ("top_p=2", "--top-p must be"),
         ("n=2", "n must be 1"),
         ("temperature", "write /set NAME=VALUE"),
         ("stop='a", "quotation mark"),
@@ -180,11 +180,11 @@ def test_a_conversation_is_saved_and_loaded(session, tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "no conversation"),
-        ("[" * 10_000, "no conversation"),
-        ('{"a": 1}', "no conversation"),
+        ("", "not a saved conversation"),
+        ("[" * 10_000, "not a saved conversation"),
+        ('{"a": 1}', "not a saved conversation"),
         ('[{"role": "root", "content": "a"}]', "Invalid enum value 'root'"),
-        ('[{"role": "user", "content": 3}]', "Expected `str | array | null`"),
+        ('[{"role": "user", "content": 3}]', "must be text or a list or none"),
     ],
 )
 def test_a_file_that_is_no_conversation_changes_nothing(session, tmp_path, text, why):

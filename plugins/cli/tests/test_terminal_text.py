@@ -17,13 +17,13 @@ SOURCES = sorted(
     for path in ROOT.glob(f"{pattern}/**/*.py")
 )
 PLAIN = {"Console": ("markup", "emoji"), "TextColumn": ("markup",)}
-"""By class of rich: arguments that must be False, so that a text with brackets is neither styled
+"""Arguments that must be False, by class of rich, so that a text with brackets is neither styled
 nor an error."""
 MARKUP = {"from_markup", "render_markup", "rich.markup"}
 
 
 def faults(source: str) -> Iterator[str]:
-    """What in a module may read markup in a text."""
+    """Places in a module that may read markup in a text."""
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Call)

@@ -1,4 +1,4 @@
-"""What is known of a request that an engine has, and what another is told of it."""
+"""State of a request on one engine, and the message about it to another."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def test_tokens_in_flight_are_of_the_prompt_and_of_what_has_not_ended():
         output(0, [6], finish_reason="length"),
         output(1, [7], finish_reason="stop"),
     ):
-        one.take(news)
+        one.update(news)
         counts.append(one.num_tokens)
     assert counts == [8, 10, 11, 9, 8] and one.has_ended
 
 
 def test_it_goes_on_where_it_stood():
     one = in_flight()
-    one.take(output(0, [4, 5], sampler_state={"mirostat": {"mu": 2.0}}))
-    one.take(output(0, [6], finish_reason="stop", sampler_state={"mirostat": {"mu": 3.0}}))
-    one.take(
+    one.update(output(0, [4, 5], sampler_state={"mirostat": {"mu": 2.0}}))
+    one.update(output(0, [6], finish_reason="stop", sampler_state={"mirostat": {"mu": 3.0}}))
+    one.update(
         output(
             1,
             [7],
@@ -60,14 +60,14 @@ def test_it_goes_on_where_it_stood():
         ([7], {"mirostat": {"mu": 4.0}}, None),
     ]
     assert message.num_prompt_logprobs == 1 and one.unfinished == [1]
-    # What comes later is not in what was sent.
-    one.take(output(1, [8]))
+    # Later tokens are not in the message that was sent.
+    one.update(output(1, [8]))
     assert message.begun[1].token_ids == [7]
 
 
 def test_what_ends_from_outside_stays_ended():
     one = in_flight()
-    one.take(output(0, [4]))
+    one.update(output(0, [4]))
     one.end("stop", 0)
     one.end("stop", 0)
     assert (
@@ -83,24 +83,29 @@ def test_what_has_had_nothing_and_searches_and_pooling_begin_anew():
 
 def test_prefixes_that_another_engine_finds_are_not_told():
     one = in_flight()
-    one.take(output(0, [4], num_cached_tokens=2))
+    one.update(output(0, [4], num_cached_tokens=2))
     one.num_moves = 1
     later = output(0, [5], num_cached_tokens=64)
-    one.take(later)
+    one.update(later)
     assert later.num_cached_tokens == 2
 
 
 def test_its_beginning_is_told_once():
     one = in_flight()
-    told = [one.told(event("queued", 1.0)), one.told(event("scheduled", 2.0, scheduled_time=2.0))]
-    told.append(one.told(event("first_token", 3.0, scheduled_time=2.0, first_token_time=3.0)))
-    assert [each.kind for each in told] == ["queued", "scheduled", "first_token"]
+    forwarded = [
+        one.forwarded(event("queued", 1.0)),
+        one.forwarded(event("scheduled", 2.0, scheduled_time=2.0)),
+    ]
+    forwarded.append(
+        one.forwarded(event("first_token", 3.0, scheduled_time=2.0, first_token_time=3.0))
+    )
+    assert [each.kind for each in forwarded] == ["queued", "scheduled", "first_token"]
     one.num_moves = 1
     assert [
-        one.told(event(kind, 5.0, scheduled_time=5.0))
+        one.forwarded(event(kind, 5.0, scheduled_time=5.0))
         for kind in ("queued", "scheduled", "first_token")
     ] == [None] * 3
-    end = one.told(
+    end = one.forwarded(
         event("finished", 9.0, scheduled_time=5.0, first_token_time=6.0, num_output_tokens=7)
     )
     assert (end.scheduled_time, end.first_token_time, end.num_output_tokens) == (2.0, 3.0, 7)
@@ -109,9 +114,9 @@ def test_its_beginning_is_told_once():
 def test_its_end_is_told_where_its_engine_has_not_lived_to():
     one = in_flight()
     assert one.untold("stop") is None
-    one.told(event("queued", 1.0))
-    one.told(event("first_token", 2.0, first_token_time=2.0))
-    one.take(output(0, [7, 8]))
+    one.forwarded(event("queued", 1.0))
+    one.forwarded(event("first_token", 2.0, first_token_time=2.0))
+    one.update(output(0, [7, 8]))
     end = one.untold("stop")
     assert (end.kind, end.num_output_tokens, end.first_token_time, end.finish_reason) == (
         "finished",

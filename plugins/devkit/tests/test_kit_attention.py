@@ -21,6 +21,7 @@ class Right(AttentionBackend):
             spec.dtype not in ("float32", "bfloat16")
             or spec.type is not AttentionType.DECODER
             or not isinstance(spec.kv_cache, FullSpec)
+            or spec.kv_cache.dtype != spec.dtype
         ):
             return "not that"
         return (
@@ -36,16 +37,20 @@ class Right(AttentionBackend):
     def build(self, batch):
         return batch
 
-    def write_kv(self, layer, k, v, kv_cache, meta):
-        stored = self.stored(meta.slot_mapping)
-        slots = meta.slot_mapping[stored]
-        for half, new in zip(kv_cache, (k, v), strict=True):
+    def write_kv(self, call):
+        stored = self.stored(call.metadata.slot_mapping)
+        slots = call.metadata.slot_mapping[stored]
+        for half, new in zip(call.kv_cache, (call.k, call.v), strict=True):
             half[slots // half.shape[1], slots % half.shape[1]] = new[stored]
 
     def stored(self, slots):
         return slots >= 0
 
-    def forward(self, layer, q, k, v, kv_cache, meta, out):
+    def forward(self, call):
+        layer = call.layer
+        q = call.q
+        meta = call.metadata
+        kv_cache = call.kv_cache
         size = kv_cache[0].shape[1]
         group = layer.num_heads // layer.num_kv_heads
         for row, end in enumerate(meta.seq_lens.tolist()):
@@ -59,7 +64,7 @@ class Right(AttentionBackend):
             scores = q[tokens].float().transpose(0, 1) @ k_row.transpose(1, 2) * layer.scale
             first = end - tokens.stop + tokens.start
             hidden = keys[None] > torch.arange(first, end)[:, None]
-            out[tokens] = (
+            call.out[tokens] = (
                 (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v_row)
                 .transpose(0, 1)
                 .to(q.dtype)
@@ -87,8 +92,9 @@ class Ignoring(Right):
 class Unscaled(Right):
     """Scales scores by the size of heads, whatever the layer says."""
 
-    def forward(self, layer, q, k, v, kv_cache, meta, out):
-        super().forward(replace(layer, scale=layer.head_size**-0.5), q, k, v, kv_cache, meta, out)
+    def forward(self, call):
+        layer = replace(call.layer, scale=call.layer.head_size**-0.5)
+        super().forward(msgspec.structs.replace(call, layer=layer))
 
 
 class Silent(Right):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.attention import Attention, AttentionType
+from toolkit_lm.attention import Attention, AttentionCall, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import Computed, logits_of_ranks, naive_attention
@@ -30,7 +30,8 @@ def test_attention_is_the_formula(kind, window, soft_cap):
     (q, k, v) = (torch.randn(9, heads, 16) for heads in (4, 2, 2))
     lengths = [5, 1, 3]
     out = torch.full_like(q, torch.nan)
-    FormulaAttention(torch.device("cpu")).forward(layer.params, q, k, v, None, lengths, out)
+    call = AttentionCall(layer.params, q, k, v, None, lengths, out)
+    FormulaAttention(torch.device("cpu")).forward(call)
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     asked = {"scale": layer.params.scale, "kind": kind, "window": window, "soft_cap": soft_cap}
     expected = np.concatenate([naive_attention(*(x.numpy() for x in row), **asked) for row in rows])

@@ -19,6 +19,7 @@ def test_a_whole_distribution(toolkit, tmp_path, kind):
     project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["toolkit_lm"] == {"my-thing": "toolkit_lm_my_thing"}
     others = {
+        Kind.ATTENTION_BACKEND: ["toolkit-lm-paged-attention"],
         Kind.COMMAND: ["toolkit-lm-cli", "toolkit-lm-commands"],
         Kind.MODEL: ["toolkit-lm-rotary"],
     }
@@ -71,4 +72,4 @@ def test_without_this_plugin_it_is_an_unknown_command(toolkit):
         assert command in toolkit("plugins", "--help").out
         done = toolkit("--disable-plugins", "devkit", "plugins", command)
         assert (done.code, done.out) == (2, "")
-        assert f"No such command '{command}'. Known: list, show." in done.err
+        assert f"No such command '{command}'. Known: api, list, show." in done.err

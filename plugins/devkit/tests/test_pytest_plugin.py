@@ -1,4 +1,4 @@
-"""What pytest loads of ours, and the fixture `toolkit`."""
+"""Our plugin in pytest, and the fixture `toolkit`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,9 @@ def cluster():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("TOOLKIT_LM_PLUGINS", PLUGINS)
         patch.setenv("OMP_NUM_THREADS", "1")
+        # On a busy machine a proxy of Ray Serve starts for longer than the five seconds after which
+        # it is killed.
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         import ray
 
         ray.init(

@@ -25,8 +25,13 @@ class TestRay(Kit):
     @classmethod
     def parameters(cls):
         """Its workers are those of `mp`, which are tested in all courses."""
-        courses = {name: COURSES[name] for name in ("swapped", "steps overlap")}
-        return {**super().parameters(), "course": courses}
+        return {**super().parameters(), "course": {"swapped": COURSES["swapped"]}}
+
+    test_sequences_of_a_prompt_and_its_cached_prefix = None
+    # `test_ray.py` has how ranks end.
+    test_an_engine_says_why_it_is_dead = None
+    test_a_dead_worker_fails_all_futures = None
+    test_shutdown_twice = None
 
 
 @pytest.mark.nightly

@@ -22,7 +22,7 @@ def generate(llm):
 
 @pytest.fixture(scope="session")
 def ending(llm):
-    """What makes it likely that a document of random tokens comes to its end."""
+    """Logit bias that makes it likely that a document of random tokens ends."""
     ids = {
         token
         for text in ('"', "}", "]", '"}', "]}", " }")

@@ -1,5 +1,4 @@
-"""What comes out is what was asked for: documents, matches and sentences that are drawn at
-random."""
+"""Outputs match the request: documents, matches and sentences that are drawn at random."""
 
 from __future__ import annotations
 

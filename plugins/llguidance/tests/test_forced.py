@@ -62,7 +62,7 @@ def llm():
 
 
 def run(llm, given, asked=ASKED):
-    """What the requests have given, and in how many steps."""
+    """Outputs of the requests, and their number of steps."""
     before = STEPS.count
     params = [
         SamplingParams(**{"max_tokens": 80, "seed": 5, "structured_outputs": one, **given})
@@ -136,7 +136,7 @@ def test_they_change_nothing(llm, in_turns, case):
 
 
 def test_what_other_rules_leave_nothing_of_fails_as_ever(llm, in_turns):
-    """Of the tokens that a step has drawn before, none count."""
+    """Tokens that a step has drawn before do not count."""
     given = {"temperature": 0.5, "bad_words": ["first"], "max_tokens": 120}
     ([drafted], _), ([plain], _) = in_turns(lambda: run(llm, given, ASKED[:1]))
     assert drafted[-1] == plain[-1] and "leave no token" in drafted[-1]
@@ -180,7 +180,7 @@ def test_json_takes_few_steps(llm):
 
 
 def test_masks_are_made_while_the_forward_pass_runs(llm, in_turns, monkeypatch):
-    """Where none is, they are made after it, and are the same."""
+    """Without a forward pass to overlap with, masks are made after it, and are the same."""
     made = []
     prepare = StructuredOutput._prepare
 

@@ -1,4 +1,4 @@
-"""What the plugin registers: which files choose a loader, and that dummy weights are anybody's."""
+"""Registrations of the plugin: files choose a loader, and dummy weights fit any model."""
 
 import pytest
 import torch

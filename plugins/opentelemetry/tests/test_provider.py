@@ -1,5 +1,4 @@
-"""Where spans go: options, the host app's provider, OTEL_* variables; and nothing at all where none
-is there."""
+"""Destinations of spans: options, the host app's provider, OTEL_* variables, or none."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ WRITTEN = {
         "<|channel|>",
     ),
 }
-"""By format and, after it, its variant."""
+"""Malformed calls by format and variant."""
 FORMS = {"functiongemma": "gemma"}
 
 
@@ -213,7 +213,7 @@ UNREADABLE = {
     "gemma": (r'{city:"\ud800"}', "{days:1e999}"),
     "functiongemma": (r'{city:"\ud800"}', "{days:1e999}"),
 }
-"""As much in the manner of other formats."""
+"""Malformed calls in the manner of other formats."""
 UNCLOSED = {
     "the last bracket": ('{"city": "Oslo", "days": 3', OSLO[1]),
     "two brackets": ('{"city": "Oslo", "where": {"x": [1', {"city": "Oslo", "where": {"x": [1]}}),
@@ -631,4 +631,4 @@ FIELD = {
         "deepseek_r1", "<think>\nHm.\n</think>\n\nFour.", "Four.", reasoning="Hm."
     ),
 }
-"""What servers' trackers tell of, format by format."""
+"""Malformed calls from servers' issue trackers, by format."""

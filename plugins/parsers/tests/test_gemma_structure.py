@@ -120,7 +120,7 @@ def drawn(model, tools, *, parallel=False, n=6, more=()):
     structure = form.structure(tools, parallel=parallel)
     asked = {"structural_tag": {"type": "structural_tag", "format": structure}}
     renderer = llm.engine.renderer
-    # What brings a random model to an end of its texts, lists and answers.
+    # Marks with which a random model ends its texts, lists and answers.
     ends = [
         renderer.render_prompt(text, add_special_tokens=False).token_ids[-1]
         for text in (quote, "]", "}", closing)

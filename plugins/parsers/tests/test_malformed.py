@@ -1,5 +1,5 @@
-"""What models write wrong is read as it was meant, or is content without marks; and no good call is
-lost to a bad one."""
+"""Malformed calls are read as they were meant, or are content without marks. A bad call does not
+lose a good one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_call_that_a_limit_cuts_is_none(name):
     [name for name in WRITTEN if name in ("hermes", "qwen3_coder", "mistral", "deepseek", "gemma")],
 )
 def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
-    """Where it is ended after all, it was reasoning."""
+    """If the reasoning ends after all, the call was reasoning."""
     form = PARSERS.make(name, "")
     written = WRITTEN[call]
     begun = f"{form.start}Hm.\n\n"
@@ -137,8 +137,8 @@ def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_which_marks_are_content(name):
-    """As docs/tools.md says: of formats in tags, those that only end something, up to the first
-    that begins a call."""
+    """Formats in tags follow docs/tools.md: end tags are content up to the first tag that begins a
+    call."""
     written = WRITTEN[name]
     for mark in written.marks:
         found, _ = checked(form_of(name), f"ok {mark} done")

@@ -79,8 +79,8 @@ def test_what_max_tokens_cuts_is_the_same_streamed_and_never_called_whole(name):
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if RECORDED[name].calls])
 def test_what_is_cut_of_a_call_is_never_content(name):
-    """Of every beginning of an answer, the content is a beginning of its content; but one character
-    alone may be anything."""
+    """Every beginning of an answer has a beginning of the answer's content; but one character alone
+    may be anything."""
     one: Recorded = RECORDED[name]
     for end in range(len(one.text)):
         for pieces in ([one.text[:end]], list(one.text[:end])):
@@ -293,8 +293,8 @@ BEGINNINGS = (
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_answers_take_no_longer_than_their_length(name):
-    """Of each mark and beginning again and again, whole and in pieces: twice the text is twice the
-    work, and that is bounded."""
+    """Each mark and beginning is repeated, whole and in pieces: twice the text is twice the work,
+    and that is bounded."""
     for piece in BEGINNINGS:
         for size in (10**6, 3):
             short, long = (

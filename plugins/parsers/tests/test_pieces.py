@@ -12,14 +12,14 @@ from toolkit_lm.plugin import Plugins
 
 PARSERS = Plugins.load().parsers
 WHOLE = {"qwen3_coder", "pythonic", "gemma", "functiongemma"}
-"""Their arguments are no JSON, which is made of them when they are whole."""
+"""Their arguments are not JSON: it is made when they are whole."""
 ANSWERS = {
     name: (one.format, one.text, one.prompt_end) for name, one in {**RECORDED, **FIELD}.items()
 }
 
 
 def read(form, text, prompt_end="", *, in_pieces, cut=False, size=1):
-    """What a parser gives: reasoning, content, calls by their index as lists of pieces, and whether
+    """Results of a parser: reasoning, content, calls by their index as lists of pieces, and whether
     it calls tools."""
     parser = PARSERS.make(form, "").parser(prompt_end, TOOLS)
     parser.in_pieces = in_pieces

@@ -40,7 +40,7 @@ BUDGET = 12
 
 @pytest.fixture(scope="session")
 def folders(checkpoint_with):
-    """By how marks are written: with letters, or as tokens of their own."""
+    """Folders by the form of marks: letters, or tokens of their own."""
     return {
         "letters": checkpoint_with(BEGUN),
         "tokens": checkpoint_with(BEGUN, ("<think>", "</think>")),
@@ -345,8 +345,8 @@ def test_marks_are_found_however_they_are_cut_into_tokens():
 
 
 def test_special_tokens_are_forced_where_text_is_text():
-    """Of a renderer that writes the names of special tokens with letters: those of Mistral's and
-    gpt-oss's own tokenizers."""
+    """Renderers that write the names of special tokens with letters: Mistral's and gpt-oss's own
+    tokenizers."""
 
     class Renderer:
         specials = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>"]

@@ -1,4 +1,4 @@
-"""What the tests of pooling adapters share: sizes, a prompt, and what a converted model makes of it
+"""Common parts of the tests of pooling adapters: sizes, a prompt, and a converted model's results
 without an engine."""
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def load(convert, model_class, folder: Path, **options):
 
 
 def pooled(*stages, **params):
-    """What a model's pooler makes of IDS; `stages` are those of a pipeline, most often one."""
+    """Outputs of a model's pooler for IDS; `stages` are those of a pipeline, usually one."""
     return forward.pooled(stages, [IDS], **params)[0]
 
 

@@ -108,16 +108,16 @@ def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
 
 ASSUMED = {
     "Qwen3ForCausalLM": (
-        "Qwen3-Reranker.*--classifier-method from_2_way_softmax --classifier-tokens no,yes "
-        "--score-template qwen3-reranker"
+        "Qwen3-Reranker.*classifier_method='from_2_way_softmax' classifier_tokens=.'no', 'yes'. "
+        "score_template='qwen3-reranker"
     ),
     "Qwen2ForCausalLM": (
-        "mxbai-rerank-v2.*--classifier-method from_2_way_softmax --classifier-tokens 0,1 "
-        "--score-template mxbai-rerank-v2"
+        "mxbai-rerank-v2.*classifier_method='from_2_way_softmax' classifier_tokens=.'0', '1'. "
+        "score_template='mxbai-rerank-v2"
     ),
     "GemmaForCausalLM": (
-        "bge-reranker-v2-gemma.*--classifier-method no_post_processing --classifier-tokens Yes "
-        "--score-template bge-"
+        "bge-reranker-v2-gemma.*classifier_method='no_post_processing' classifier_tokens=.'Yes'. "
+        "score_template='bge-"
     ),
 }
 
@@ -158,7 +158,7 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
         warning,
     )
     assert "\n" not in warning
-    # What it says to be assumed is what is registered, and named, it is the same.
+    # The assumed template is the registered one; naming it gives the same.
     known = RERANKERS[architecture]
     named = {"classifier_method": known.method, "classifier_tokens": list(known.words)}
     assert classifier_origin(config_of(folder, **named)) == classifier_origin(config_of(folder))
@@ -168,10 +168,10 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
         if architecture in e.architectures
     )
     assert known.template == template
-    # Of several workers one says it. The words alone do not say what is done with them.
+    # Only one of several workers warns. The words alone do not say what is done with them.
     assert warnings_of(caplog, folder, rank=1, pipeline_parallel_size=2) == []
     (warning,) = warnings_of(caplog, folder, classifier_tokens=["no", "yes"][-len(known.words) :])
-    assert f"--classifier-tokens {'yes' if len(known.words) == 1 else 'no,yes'} " in warning
+    assert f"classifier_tokens={['yes'] if len(known.words) == 1 else ['no', 'yes']} " in warning
 
 
 def test_no_warning_where_it_is_said(tmp_path, caplog):
@@ -276,7 +276,7 @@ def test_refusals(tmp_path):
     refuse(
         folder,
         UnsupportedError,
-        "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Use --classifier-method",
+        "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Use classifier_method=",
     )
     refuse(folder, ConfigError, "'from_2_way_softmax' needs classifier_tokens", **two)
     refuse(

@@ -57,7 +57,7 @@ def test_vectors_are_those_of_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_of_the_decoder_alone(family, tmp_path):
-    """As sentence-transformers writes them: "layers.0..." instead of "model.layers.0..."."""
+    """Sentence-transformers writes "layers.0..." instead of "model.layers.0..."."""
     architecture, model_class, more = FAMILIES[family]
     save_random(tmp_path / "whole", make(architecture, more))
     alone = transformers.AutoModel.from_pretrained(tmp_path / "whole")

@@ -33,8 +33,8 @@ def test_the_tasks_decide(tasks, kind):
         (
             ("generate",),
             (
-                r"texts\. Supported: generate\. Start the engine with --convert embed .* "
-                r"Rerankers: --convert classify\.$"
+                r"texts\. Supported: generate\. Start the engine with convert='embed'.* "
+                r"Rerankers: convert='classify'\.$"
             ),
         ),
     ],

@@ -1,5 +1,5 @@
-"""What no small vocabulary shows, over real ones: those that the packages litellm and
-mistral-common carry."""
+"""Tests over real vocabularies, those in the packages litellm and mistral-common: small ones do not
+show these cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends the reasoning of gpt-oss, in its own tokens."""
+"""End of gpt-oss's reasoning, in its own tokens."""
 
 from __future__ import annotations
 

@@ -61,8 +61,16 @@ CONFIGS = {
         "pad_token": "<|pad|>",
     },
 }
-FEW = ("llama", "other tokens", "gpt 2", "qwen 2")
-"""Configs that the large vocabularies are loaded with: it takes seconds."""
+FEW = {
+    "anthropic": ("no class", "bos and eos", "llama", "named tokens"),
+    "cl100k": ("gpt 2", "qwen 2"),
+    "deepseek": ("llama", "other tokens"),
+    "o200k": ("gpt 2", "other tokens"),
+    "tekken": ("llama", "qwen 2"),
+    "tiny": tuple(CONFIGS),
+}
+"""Configs that a vocabulary is loaded with: it takes seconds for a large one. Each config that
+changes how texts are cut has two large vocabularies, and the other pairs are nightly."""
 PARTS = [
     "Paris",
     " the",
@@ -147,14 +155,26 @@ def save(vocabulary, tmp_path_factory):
     return saved
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
-def test_ids_are_equal(save, resolved, name):
+@pytest.mark.parametrize(
+    ("name", "titles"),
+    [pytest.param(name, FEW[name], id=name) for name in VOCABULARIES]
+    + [
+        pytest.param(
+            name,
+            [title for title in CONFIGS if title not in FEW[name]],
+            marks=pytest.mark.nightly,
+            id=f"{name} with others",
+        )
+        for name in VOCABULARIES
+        if name != "tiny"
+    ],
+)
+def test_ids_are_equal(save, resolved, name, titles):
     folder = save(name)
     chosen = random.Random(5)
     texts = ["".join(chosen.choices(PARTS, k=chosen.randrange(1, 12))) for _ in range(40)]
-    for title, config in CONFIGS.items():
-        if name not in ("anthropic", "tiny") and title not in FEW:
-            continue
+    for title in titles:
+        config = CONFIGS[title]
         path = folder / "tokenizer_config.json"
         path.unlink(missing_ok=True)
         if config is not None:
@@ -185,7 +205,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_pieces_have_the_ids_of_the_whole(save, name):
-    """Of real vocabularies, all of which split words."""
+    """Real vocabularies, all of which split words."""
     folder = save(name)
     chosen = random.Random(7)
     (folder / "tokenizer_config.json").unlink(missing_ok=True)

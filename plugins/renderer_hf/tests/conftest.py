@@ -32,8 +32,8 @@ def train_byte_level() -> Tokenizer:
 
 
 def train_sentencepiece() -> Tokenizer:
-    """As in Llama 2: spaces are "▁", and characters outside the vocabulary fall back to byte
-    tokens."""
+    """Tokenizer like Llama 2's: spaces are "▁", and characters outside the vocabulary fall back to
+    byte tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

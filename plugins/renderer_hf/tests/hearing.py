@@ -18,7 +18,7 @@ EXTRACTOR = {
     "sampling_rate": 16000,
     "chunk_length": SECONDS,
 }
-"""Of preprocessor_config.json."""
+"""Values of preprocessor_config.json."""
 AUDIO = MARKS.index("<|AUDIO|>")
 
 

@@ -46,7 +46,7 @@ def stand_in() -> None:
 
 
 def normalize(image, mean, std, inplace=False):
-    """As torchvision has it."""
+    """Normalization of torchvision."""
     import torch
 
     mean, std = (

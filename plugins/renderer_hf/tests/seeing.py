@@ -53,7 +53,7 @@ def token(text: str) -> int:
 
 
 class Rules(MultiModalRules):
-    """Those that follow have these embeddings."""
+    """Rules of a model; the classes below have these embeddings."""
 
     def embeds(self, data, count):
         if "embeds" in data and data["embeds"].shape != (count, HIDDEN):

@@ -87,8 +87,8 @@ FAMILIES["qwen 2.5"] = """
 {%- elif message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# What is no text is taken for nothing; either form of arguments; reasoning is kept after the last
-# question only.
+# A value that is not a text is ignored; arguments have either form; reasoning is kept after the
+# last question only.
 FAMILIES["qwen 3"] = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
 {%- for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}

@@ -1,8 +1,7 @@
-"""What transformers makes of a conversation, in the forms in which its templates write all of it.
+"""Renders conversations with transformers, in the forms in which its templates write all of it.
 
 Independent of the renderer's trials: the conversation itself is rendered in each form that says the
-same, and its own words are looked for.
-"""
+same, and its own words are looked for."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def contents(message):
-    """Those that say the same, the given one first. `...` stands for no key."""
+    """Equivalent contents, the given one first. `...` stands for a missing key."""
     given = message.get("content")
     if given is ...:
         return [...]
@@ -37,7 +36,7 @@ def contents(message):
 
 
 def arguments(call):
-    """As a mapping and as a text, where it is either."""
+    """Arguments as a mapping and as a text, if they are either."""
     given = call["function"].get("arguments")
     try:
         mapping = json.loads(given or "{}") if isinstance(given, str) or given is None else given
@@ -121,7 +120,7 @@ def same_tools(tools):
 
 
 def words_of(messages, tools):
-    """What must be in the prompt: each is once in the conversation."""
+    """Words that must be in the prompt: each occurs once in the conversation."""
     words = [tool["function"]["name"] for tool in tools or ()]
     for message in messages:
         content = message.get("content") or []
@@ -138,8 +137,8 @@ def words_of(messages, tools):
 
 
 def render(template, messages, tools=None, **options):
-    """By transformers; None where the template refuses. As apply_chat_template, which leaves out
-    None before it comes here."""
+    """Renders with transformers' apply_chat_template, which leaves out None values before they come
+    here; None if the template refuses."""
     try:
         texts, _ = render_jinja_template(
             [messages],
@@ -153,9 +152,9 @@ def render(template, messages, tools=None, **options):
 
 
 def renderings(template, messages, tools=None, **options):
-    """Of each form of the conversation what comes of it, in the order of preference, without what
-    is refused."""
-    # What a call's name is, a client need not say again beside its result.
+    """Rendering of each form of the conversation, in the order of preference, without refused
+    ones."""
+    # A client need not repeat a call's name in its result.
     messages = [
         {"name": "weather", **message} if message["role"] == "tool" else message
         for message in messages

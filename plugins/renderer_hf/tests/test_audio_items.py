@@ -32,7 +32,7 @@ def make_hearing(tokenizer, make_renderer):
     def make(extractor=EXTRACTOR, **options):
         files = {"chat_template.jinja": TEMPLATE, "preprocessor_config.json": json.dumps(extractor)}
         renderer = make_renderer(tokenizer, files=files, hf_config={"vocab_size": 400}, **options)
-        renderer.take_rules(HearingRules(renderer.config))
+        renderer.set_rules(HearingRules(renderer.config))
         return renderer
 
     return make
@@ -45,7 +45,7 @@ def hearing(make_hearing):
 
 @pytest.fixture
 def worked(monkeypatch):
-    """What is decoded and processed, from here on."""
+    """Items decoded and processed from here on."""
     seen = []
     decode = soundfile.SoundFile.read
     process = audio_processor.AudioProcessor.process
@@ -167,7 +167,7 @@ def test_integers_are_scaled(hearing):
 
 @pytest.mark.parametrize("rate", [8000, 44100, 48000])
 def test_recordings_are_resampled_to_the_processors_rate(hearing, rate):
-    """As soxr has it, whether they come as files or as samples."""
+    """Resampling equals soxr's, for files and for samples."""
     import soxr
 
     samples = tone(1.0, rate=rate)
@@ -257,7 +257,7 @@ def test_embeddings_in_the_place_of_a_recording(hearing):
 
 
 class Held:
-    """What an engine holds of the items of a prompt."""
+    """Items of a prompt that an engine holds."""
 
     def __init__(self, rendered):
         self.held = {
@@ -337,7 +337,8 @@ def test_what_is_refused_is_one_error_that_names_the_item(hearing):
         (of(good[:20] + bytes(40) + good[60:]), "it is a truncated WAV: it has no samples"),
         (
             of(b"no recording"),
-            "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
+            "it is not a recording of a known format; "
+            "known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM",
         ),
         (of(gif), "it is an image, and no recording"),
         (of(movie), "it is a broken or truncated recording"),
@@ -430,7 +431,7 @@ def test_a_model_that_takes_no_audio(make_renderer):
     }
     files = {"chat_template.jinja": LLAVA, "preprocessor_config.json": json.dumps(images)}
     seeing = make_renderer(train_newlines(), files=files, hf_config={"vocab_size": 400})
-    seeing.take_rules(LlavaRules(seeing.config))
+    seeing.set_rules(LlavaRules(seeing.config))
     part = {
         "type": "input_audio",
         "input_audio": {"data": encoded(file_of(tone())), "format": "wav"},
@@ -462,7 +463,7 @@ def test_the_processors_config_may_be_nested(make_hearing, tokenizer, make_rende
         "processor_config.json": json.dumps({"feature_extractor": EXTRACTOR}),
     }
     made = make_renderer(tokenizer, files=files, hf_config={"vocab_size": 400})
-    made.take_rules(HearingRules(made.config))
+    made.set_rules(HearingRules(made.config))
     [feature] = made.render_conversation(chat(of(tone()))).features
     assert np.array_equal(values(feature), expected_of(tone())[0])
 

@@ -109,7 +109,7 @@ def test_continues_the_final_message_as_transformers_does(both, answer):
 
 
 EMPTY = [{"role": "user", "content": ""}]
-"""Of which a template need not write anything."""
+"""Conversation for which a template may write nothing."""
 
 
 def render(renderer, messages=CHAT, **options) -> str:
@@ -270,7 +270,7 @@ def test_a_rendering_is_bounded(make_renderer, byte_level):
 
 
 def test_no_template(make_renderer, byte_level):
-    with pytest.raises(RequestError, match=r"no chat template\. Give one by --chat-template"):
+    with pytest.raises(RequestError, match=r"no chat template\. Give one by chat_template"):
         make_renderer(byte_level).render_conversation(CHAT)
 
 

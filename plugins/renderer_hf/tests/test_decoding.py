@@ -101,7 +101,7 @@ def test_token_texts(make_renderer, tokenizer):
 
 
 def test_vocabulary_texts(make_renderer, tokenizer):
-    """What vLLM calls token_strs: entries of the vocabulary, and nothing where an id has none."""
+    """Token strings of vLLM: entries of the vocabulary, and an empty text if an id has none."""
     ids = tokenizer.encode("The cat").ids
     texts = make_renderer(tokenizer).vocabulary_texts([*ids, 10**6])
     assert texts == [*tokenizer.encode("The cat").tokens, ""]

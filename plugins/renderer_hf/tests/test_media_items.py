@@ -50,7 +50,7 @@ def make_seeing(tokenizer, make_renderer):
             "preprocessor_config.json": json.dumps(found),
         }
         renderer = make_renderer(tokenizer, files=files, hf_config={"vocab_size": 400}, **options)
-        renderer.take_rules(rules(renderer.config))
+        renderer.set_rules(rules(renderer.config))
         return renderer
 
     return make
@@ -320,7 +320,7 @@ def test_typed_placeholders_stay_text(make_seeing, tokenizer, template):
     assert places(rendered.token_ids) == list(
         range(rendered.features[0].mm_position.offset, rendered.features[0].mm_position.end)
     )
-    # As text they are several tokens, and they come out of the decoder as they went in.
+    # In text they are several tokens, and decoding returns them unchanged.
     assert rendered.token_ids.count(IMAGE) == 4
     text = made.decode(rendered.token_ids)
     assert words in text and text.count("<image>") == 8
@@ -409,7 +409,7 @@ def test_prompts_of_several_forms(llava):
     assert plain.features is None
 
 
-# What the engine holds
+# Data that the engine holds
 
 
 def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
@@ -435,10 +435,10 @@ def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (b"no picture at all", "no picture of a known format"),
+        (b"no picture at all", "not a picture of a known format"),
         (file_of(pixels(0, 200, 200))[:20000], "broken or truncated PNG"),
         (file_of(pixels(0, 200, 200), "JPEG")[:9000], "broken or truncated JPEG"),
-        (file_of(pixels(0, 8, 8), "TIFF"), "no picture of a known format"),
+        (file_of(pixels(0, 8, 8), "TIFF"), "not a picture of a known format"),
         (b"", "is empty"),
         ("data:image/png;base64,!!!", "base64 is broken"),
         ("/etc/passwd", "none of a data URL"),
@@ -707,12 +707,12 @@ def test_embeddings_are_bounded(make_seeing):
 def test_checkpoints_without_a_processor(make_renderer, tokenizer, make_seeing):
     renderer = make_renderer(tokenizer, hf_config={"vocab_size": 400})
     with pytest.raises(CheckpointError, match=r"neither preprocessor_config\.json"):
-        renderer.take_rules(LlavaRules(renderer.config))
+        renderer.set_rules(LlavaRules(renderer.config))
     # Who wants no images needs none.
     renderer = make_renderer(
         tokenizer, hf_config={"vocab_size": 400}, limit_mm_per_prompt=["image=0"]
     )
-    renderer.take_rules(LlavaRules(renderer.config))
+    renderer.set_rules(LlavaRules(renderer.config))
     assert renderer.render_prompt("a").features is None
     for images, reason in (
         ({"image_processor_type": "NoSuch"}, "cannot make the image processor"),
@@ -752,7 +752,7 @@ def test_fetches_go_on_side_by_side(llava, monkeypatch):
     full = threading.Event()
     refused = threading.Event()
 
-    def load(source, limits, *, what, param):
+    def load(source, limits, *, label, param):
         nonlocal running, most
         with lock:
             running += 1
@@ -766,7 +766,7 @@ def test_fetches_go_on_side_by_side(llava, monkeypatch):
         with lock:
             running -= 1
         if "bad" in source:
-            raise RequestError(f"{what}: it is refused.", param)
+            raise RequestError(f"{label}: it is refused.", param)
         return file_of(pixels(int(source[-1])))
 
     monkeypatch.setattr("toolkit_lm_renderer_hf.media.load_bytes", load)

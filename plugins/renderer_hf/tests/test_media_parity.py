@@ -96,7 +96,7 @@ def seeing(processor, rules, tokenizer, folder, make_renderer):
         files={"chat_template.jinja": processor.chat_template},
         hf_config={"vocab_size": 400},
     )
-    renderer.take_rules(rules(renderer.config))
+    renderer.set_rules(rules(renderer.config))
     return renderer
 
 
@@ -161,7 +161,7 @@ def test_a_conversation(both, chat):
 
 
 def check(renderer, rendered):
-    """As the processor does."""
+    """Check against the processor."""
     end = 0
     for feature in rendered.features or []:
         assert feature.mm_position.offset >= end
@@ -195,8 +195,8 @@ def test_prompts_of_text_and_of_tokens(both):
 
 
 def test_a_processor_in_one_file_with_others(tokenizer, tmp_path, make_renderer):
-    """As newer checkpoints have it: processor_config.json, and in it the image processor's; with
-    the class of another backend."""
+    """Newer checkpoints have processor_config.json, with the image processor's settings in it, and
+    another backend's class."""
     processor, rules = gemma(tokenizer)
     ours = seeing(processor, rules, tokenizer, tmp_path, make_renderer).render_conversation(
         CHATS["one"]
@@ -210,7 +210,7 @@ def test_a_processor_in_one_file_with_others(tokenizer, tmp_path, make_renderer)
     renderer = make_renderer(
         tokenizer, files={"chat_template.jinja": GEMMA}, hf_config={"vocab_size": 400}
     )
-    renderer.take_rules(rules(renderer.config))
+    renderer.set_rules(rules(renderer.config))
     again = renderer.render_conversation(CHATS["one"])
     assert again.token_ids == ours.token_ids
     np.testing.assert_array_equal(
@@ -227,7 +227,7 @@ from seeing import LlavaRules
 from toolkit_lm_devkit.renderer import config_of
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 renderer = HfRenderer(config_of(sys.argv[1]))
-renderer.take_rules(LlavaRules(renderer.config))
+renderer.set_rules(LlavaRules(renderer.config))
 message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 ids = renderer.render_conversation([message]).token_ids
 assert ids == renderer.render_conversation([{"role": "user", "content": "a"}]).token_ids

@@ -40,7 +40,7 @@ def make_seeing(make_renderer):
             hf_config={"vocab_size": 400},
             max_model_len=max_model_len,
         )
-        renderer.take_rules(rules(renderer.config))
+        renderer.set_rules(rules(renderer.config))
         return renderer
 
     return make
@@ -48,7 +48,7 @@ def make_seeing(make_renderer):
 
 @pytest.fixture
 def processed(monkeypatch):
-    """What is processed, and decoded, from here on."""
+    """Items processed and decoded from here on."""
     seen = []
     for module in (image_processor, video_processor):
         run = module.run
@@ -108,7 +108,7 @@ def test_the_same_picture_counts_as_often_as_it_stands_there(make_seeing, proces
     ("width", "height"), [(224, 224), (30, 900), (1000, 700), (28, 28), (10, 10), (641, 77)]
 )
 def test_the_number_of_tokens_is_known_before(make_seeing, monkeypatch, width, height):
-    """Of files and of pixels, and with the options of a request."""
+    """Number of tokens of files and of pixels, and with the options of a request."""
     made = make_seeing(QwenRules, 4096)
     said = []
     monkeypatch.setattr(
@@ -169,7 +169,7 @@ def test_a_picture_that_is_too_narrow_is_refused_as_before(make_seeing):
         make_seeing(QwenRules, 4096).render_conversation(chat(file(0, 1, 900)))
 
 
-# What is told before any work is done
+# Refusals before any work is done
 
 
 def url(data):

@@ -55,7 +55,7 @@ def make_watching(tokenizer, make_renderer):
             found["video_preprocessor_config.json"] = json.dumps(videos)
         config = {"vocab_size": 400, "vision_config": {"tokens_per_second": 2} if timed else {}}
         renderer = make_renderer(tokenizer, files=found, hf_config=config, **options)
-        renderer.take_rules(rules(renderer.config))
+        renderer.set_rules(rules(renderer.config))
         return renderer
 
     return make
@@ -107,7 +107,7 @@ def pixels(feature):
 
 @pytest.fixture(scope="module")
 def of_transformers(tmp_path_factory):
-    """What transformers makes of CASES, and then of SAMPLES."""
+    """Results of transformers for CASES, and then for SAMPLES."""
     path = tmp_path_factory.mktemp("reference") / "cases"
     cases = [*CASES.values(), *SAMPLES]
     path.write_bytes(pickle.dumps(cases))
@@ -121,7 +121,7 @@ def of_transformers(tmp_path_factory):
     return pickle.loads(path.read_bytes())  # noqa: S301 # our own
 
 
-# As transformers
+# Like transformers
 
 
 ROUND = {key: value for key, value in VIDEOS.items() if key != "video_processor_type"}
@@ -173,7 +173,7 @@ def test_samples_are_those_of_transformers(of_transformers):
 
 
 def test_frames_that_are_resized(watching):
-    """As the image processor resizes them: at one size, from the video's own bounds."""
+    """Frames are resized like by the image processor: at one size, from the video's own bounds."""
     frames = frames_of(4, 200, 300)
     found = arrays(feature_of(watching, of(frames)))
     assert found["video_grid_thw"].tolist() == [[2, 6, 8]]
@@ -189,7 +189,7 @@ def test_frames_that_are_resized(watching):
 
 
 def test_a_frame_twice_is_an_image(make_watching):
-    """Of the image processor, which repeats it."""
+    """One frame twice is like an image, which the image processor repeats."""
     watching = make_watching(
         {**VIDEOS, "size": {"shortest_edge": 784, "longest_edge": 784 * 16}},
         {**IMAGES, "size": VIDEOS["size"]},
@@ -401,8 +401,8 @@ def test_a_video_that_the_engine_holds_is_not_decoded(watching, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (b"no video", "no video of a known format"),
-        ("data:video/mp4;base64,AAAA", "no video of a known format"),
+        (b"no video", "not a video of a known format"),
+        ("data:video/mp4;base64,AAAA", "not a video of a known format"),
         ("http://127.0.0.1/a.mp4", "not allowed"),
         ("/etc/passwd", "none of a data URL"),
         (movie()[:-100], "truncated movie"),

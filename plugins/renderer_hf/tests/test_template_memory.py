@@ -1,5 +1,5 @@
-"""What a chat template's renderer remembers of requests: not without bounds, and nothing that
-changes another request's answer."""
+"""State that a chat template's renderer keeps of requests: it is bounded, and does not change
+another request's answer."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def said(roles, **contents):
 
 
 def remembered(template):
-    """By name, each container that the template's renderer keeps, but for what is made of the
-    checkpoint alone."""
+    """Containers that the template's renderer keeps, by name, except those made of the checkpoint
+    alone."""
     fixed = {
         "_sources",
         "_special_tokens",

@@ -280,7 +280,7 @@ LONGER = [
 
 
 def merging() -> Tokenizer:
-    """Of bytes, with tokens of several digits, and one that no merges make."""
+    """Tokenizer of bytes, with tokens of several digits, and one that no merges make."""
     words = [*byte_level().get_vocab(), "12", "34", "He", "Hello", "\u0120Y", "\u0120a"]
     merges = [("1", "2"), ("3", "4"), ("H", "e"), ("\u0120", "Y"), ("\u0120", "a")]
     tokenizer = byte_level()
@@ -313,8 +313,8 @@ def test_all_classes_of_bytes_are_tried():
 
 
 def pieces(**parts) -> Tokenizer:
-    """As Llama 2 has it: no words, spaces are a character, and bytes that stand for unknown
-    ones."""
+    """Tokenizer like Llama 2's: no words, spaces are a character, and bytes stand for unknown
+    characters."""
     words = [
         "<unk>",
         "<s>",

@@ -1,5 +1,4 @@
-"""What is said where mistral-common is not installed, and where it is not asked. Needs no
-mistral-common."""
+"""Errors without mistral-common, and cases that do not need it. Needs no mistral-common."""
 
 import json
 import subprocess

@@ -44,7 +44,7 @@ class Rules(MultiModalRules):
 
 
 class Cache:
-    """What the engine holds; and those that it has forgotten when they are asked for."""
+    """Items that the engine holds; and those it has forgotten when asked."""
 
     def __init__(self, held=(), gone=()) -> None:
         self.held = list(held)
@@ -121,7 +121,7 @@ def make(config, asked, request):
 
         one = kind(config)
         one._servers = RenderServers(["http://here"], transport=httpx.MockTransport(answer))
-        one.take_rules(Rules(config))
+        one.set_rules(Rules(config))
         one.feature_cache = cache
         return one
 
@@ -225,7 +225,7 @@ def test_a_chat_without_media_has_no_features(make):
 
 
 def test_an_answer_without_media_is_small(make):
-    """By what its tokens need: a GiB is for media."""
+    """An answer's size limit follows its tokens: a GiB is only for media."""
     with pytest.raises(BadAnswerError, match="more than"):
         make({"token_ids": [5] * 100_000}).render_conversation([{"role": "user", "content": "a"}])
 
@@ -266,7 +266,7 @@ def test_text_is_made_here(make, config):
 def test_without_a_tokenizer_here_it_says_what_to_do(config, tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"nothing here reads the model's tokenizer: .* Give its folder with --tokenizer",
+        match=r"nothing here reads the model's tokenizer: .* Give its folder with tokenizer=",
     ):
         RemoteRenderer(config.replace(tokenizer=str(tmp_path)))
 

@@ -315,8 +315,8 @@ def test_who_awaits_holds_no_thread(slow):
         ask = partial(made.ask_async, "/path", b"{}", Answer.prompt, most=10_000)
         before = len(names())
         asked = [asyncio.ensure_future(ask()) for _ in range(200)]
-        # As many as there may be connections; the others wait for theirs, and not against the
-        # server's timeout.
+        # The maximum number of connections; the others wait for theirs, and this does not count
+        # against the server's timeout.
         await until(lambda: slow.waiting == 128)
         assert len(names()) == before
         slow.let.set()

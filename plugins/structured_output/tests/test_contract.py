@@ -50,7 +50,7 @@ def test_the_example_matches(compiler):
         ord("2") - 32,
         ord("?") - 32,
     ]
-    with pytest.raises(ValueError, match="no choice goes on"):
+    with pytest.raises(ValueError, match="no choice continues with"):
         matcher.consume(ord("3") - 32)
     other.consume(ord("1") - 32)
     other.consume(ord("?") - 32)

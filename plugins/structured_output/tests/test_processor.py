@@ -1,4 +1,4 @@
-"""What following a grammar may take, and whose error it is."""
+"""Limits of following a grammar, and the culprits of their errors."""
 
 from __future__ import annotations
 

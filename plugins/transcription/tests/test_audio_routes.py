@@ -113,7 +113,7 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
     soundfile.write(empty, np.zeros(0), 16000, format="WAV")
     cases = [
         ({}, {}, 400, "You must provide the parameter 'file'"),
-        ({}, upload(b"no sound"), 400, "'speech.wav': it is no recording of a known format"),
+        ({}, upload(b"no sound"), 400, "'speech.wav': it is not a recording of a known format"),
         ({}, upload(empty.getvalue()), 400, "'speech.wav': it has no samples"),
         ({"model": "other"}, upload(wav()), 404, "The model 'other' does not exist"),
         ({"language": "xx"}, upload(wav()), 400, "language 'xx' is not one of the model's"),

@@ -47,7 +47,7 @@ def test_the_command(folder, tmp_path, capsys):
         )
         == 1
     )
-    assert "text.wav: it is no recording of a known format" in capsys.readouterr().err
+    assert "text.wav: it is not a recording of a known format" in capsys.readouterr().err
     assert [one.name for one in out.iterdir()] == ["speech.srt"]
     assert run(["transcribe", str(folder), str(path), "--format", "pdf", *flags]) == 2
     other = tmp_path / "other" / "speech.flac"

@@ -51,7 +51,7 @@ async def test_a_message(serve):
 
 
 async def test_tools_are_counted(serve, engines, monkeypatch):
-    """As the chat template writes them."""
+    """Tools are counted in the chat template's form."""
     seen = []
     renderer = engines["generate"].renderer
     monkeypatch.setattr(

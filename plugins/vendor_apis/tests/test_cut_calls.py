@@ -34,11 +34,11 @@ class Door(NamedTuple):
     whole: Callable[[dict[str, Any]], tuple[Calls, Any]]
     """The calls of an answer, and its reason."""
     events: Callable[[list[dict[str, Any]]], tuple[Calls, Any]] | None
-    """Those of a stream's events; None: it has no streams."""
+    """Calls in a stream's events; None: it has no streams."""
     reason: Any
-    """Of a cut answer."""
+    """Finish reason of a cut answer."""
     called: Any
-    """Of an answer that ends with calls."""
+    """Finish reason of an answer that ends with calls."""
 
 
 def of_message(message: dict[str, Any]) -> Calls:
@@ -244,9 +244,9 @@ MUST: dict[str, dict[str, Any]] = {
     "/v1/messages": {"tool_choice": {"type": "any"}},
     "/v2/chat": {"tool_choice": "REQUIRED"},
 }
-"""What has an answer call a tool, of the doors that have it."""
+"""Parameters that make an answer call a tool, by route."""
 IN_PIECES = ("/v1/chat/completions",)
-"""Where a call streams as it is written."""
+"""Routes on which a call streams while it is written."""
 
 
 @pytest.mark.parametrize("path", [path for path in MUST if DOORS[path].events is not None])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from toolkit_lm_vendor_apis.ollama.body import OllamaChatBody
-from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output
+from toolkit_lm_vendor_apis.ollama.output import ChatAnswerParts, Clock, Output
 
 pytestmark = pytest.mark.anyio
 
@@ -110,7 +110,8 @@ async def test_vectors(serve):
 
 
 async def test_bodies_need_not_say_that_they_are_json(serve):
-    """As curl sends them; a page of another site could, too."""
+    """Requests without a content type are accepted, like curl's; a page of another site could send
+    them, too."""
     content = json.dumps({**ASK, "stream": False})
     async with serve() as client:
         for headers in (
@@ -152,7 +153,7 @@ async def test_reasoning_and_calls(said):
         {"function": {"name": "f", "arguments": {"x": 1}}},
         {"function": {"name": "g", "arguments": {}}},
     ]
-    output = Output("m", ChatParts(said(), thinks=True), Clock(), is_chat=True)
+    output = Output("m", ChatAnswerParts(said(), thinks=True), Clock(), is_chat=True)
     await output.read()
     whole = output.whole()
     assert whole["message"] == {
@@ -165,7 +166,7 @@ async def test_reasoning_and_calls(said):
     lines = [
         line
         async for lines in Output(
-            "m", ChatParts(said(), thinks=False), Clock(), is_chat=True
+            "m", ChatAnswerParts(said(), thinks=False), Clock(), is_chat=True
         ).lines()
         for line in lines
     ]

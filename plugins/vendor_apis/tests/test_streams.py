@@ -61,14 +61,13 @@ def frames(text: str, path: str) -> tuple[int, list[dict]]:
 
 @pytest.fixture
 def late(engines, monkeypatch):
-    """late(error): the engine gives nothing for a while, then what it is asked for, or the
-    error."""
+    """late(error, seconds): the engine gives nothing for a while, then what it is asked for, or
+    the error."""
+    ask = engines["generate"].chat_many
 
-    def late(error: Exception | None = None) -> None:
-        ask = engines["generate"].chat_many
-
+    def late(error: Exception | None = None, seconds: float = 2.3) -> None:
         async def slow(*arguments, **options) -> AsyncIterator:
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(seconds)
             if error is not None:
                 raise error
             async for found in ask(*arguments, **options):
@@ -91,7 +90,8 @@ async def test_something_comes_before_the_first_token(serve, late, path):
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_error_after_that_is_an_event_and_before_it_a_status(serve, late, path):
-    late(RequestError("temperature is wrong", "temperature"))
+    error = RequestError("temperature is wrong", "temperature")
+    late(error)
     async with serve(sse_keep_alive=1) as client:
         num_beats, events = frames((await client.post(path, json=BODIES[path])).text, path)
     [event] = events
@@ -109,6 +109,7 @@ async def test_an_error_after_that_is_an_event_and_before_it_a_status(serve, lat
             "invalid_prompt",
             "temperature",
         )
+    late(error, 0)
     async with serve() as client:
         assert (await client.post(path, json=BODIES[path])).status_code == 400
 

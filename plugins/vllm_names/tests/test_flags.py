@@ -59,7 +59,7 @@ def test_flags_of_compilation_count_together():
 
 
 def test_a_commands_own_flag_means_what_the_command_says():
-    """`toolkit embed --task` is no runner type of vLLM's."""
+    """`toolkit embed --task` does not mean vLLM's runner type."""
     assert translate_flags(["--task", "classify"], {"--task"}) == ["--task", "classify"]
 
 

@@ -63,6 +63,8 @@ TRANSLATED = [
     ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
     ({"async_scheduling": True}, {"overlap": True}),
     ({"data_parallel_size": 2}, {"data_parallel_size": 2}),
+    ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+    ({"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "model"}),
     ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
     (
         {"tool_call_parser": "llama4_json", "reasoning_parser": "qwen3"},
@@ -78,7 +80,6 @@ TRANSLATED = [
             "cpu_offload_gb": 0,
             "enable_lora": False,
             "hf_overrides": {},
-            "kv_cache_dtype": "auto",
             "config_format": "hf",
         },
         {},
@@ -157,7 +158,6 @@ REFUSED = [
     ({"hf_config_path": "elsewhere"}, "config.json"),
     ({"config_format": "mistral"}, "config.json"),
     ({"reasoning_config": {"reasoning_start_str": "<think>"}}, "reasoning_parser"),
-    ({"kv_cache_dtype": "fp8"}, "dtype of the model"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
     ({"tokenizer_mode": "slow"}, "Use renderer"),
     ({"pooler_config": {"dimensions": 3}}, "no 'dimensions'"),
@@ -354,7 +354,7 @@ KEYS_OF_VLLM = (
         "use_aot_compile",
     ),
 )
-"""Of its CompilationConfig, in the versions of the last two years."""
+"""Fields of vLLM's CompilationConfig in the versions of the last two years."""
 EXAMPLES = {
     "backend": "eager",
     "splitting_ops": [],
@@ -367,7 +367,7 @@ EXAMPLES = {
     "cache_dir": "elsewhere",
     "use_inductor": False,
 }
-"""Values that are no default, of keys that take no number."""
+"""Values other than the default, of keys that do not take a number."""
 
 
 @pytest.mark.parametrize("key", sorted({*KEYS_OF_VLLM, *CompilationOptions.__struct_fields__}))
@@ -385,7 +385,7 @@ def test_each_key_of_compilation_config_has_an_effect_or_is_refused_or_told(key,
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 def test_each_name_of_vllms_has_an_effect_or_is_refused_or_told(row, caplog):
-    """Of values that ask for something."""
+    """Values that ask for something."""
     told = []
     for value in (
         True,
@@ -416,7 +416,7 @@ class TestLLM:
         with LLM("tiny", disable_plugins=["vllm_names"], **options) as llm:
             assert llm.config.compilation.details.compile_sizes == (1, 8)
         with pytest.raises(
-            ConfigError, match=r"unknown field `mode`.*Keys: backend, .*compile_sizes"
+            ConfigError, match=r"unknown field 'mode'.*Keys: backend, .*compile_sizes"
         ):
             LLM("tiny", disable_plugins=["vllm_names"], compilation_config={"mode": 3})
 

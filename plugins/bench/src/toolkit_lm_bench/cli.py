@@ -71,10 +71,12 @@ def startup(
         for way in _names(ways, "ways", tuple(WAYS))
         for state in _names(states, "states", STATES)
     ]
-    report.write_json([asdict(one) for one in found], path=output, is_wanted=json_output)
+    report.write_json([asdict(startup) for startup in found], path=output, is_wanted=json_output)
     if not json_output:
-        for way in dict.fromkeys(one.way for one in found):
-            report.print_startup([one for one in found if one.way == way], config.model.model)
+        for way in dict.fromkeys(startup.way for startup in found):
+            report.print_startup(
+                [startup for startup in found if startup.way == way], config.model.model
+            )
 
 
 @engine_command(DatasetOptions, SamplingOptions)
@@ -177,14 +179,14 @@ def serve(
     Times are those of the client. The exit code is 1 when all requests fail.
     """
     from toolkit_lm_bench import report
-    from toolkit_lm_bench.serve import Plan, serve as measure
+    from toolkit_lm_bench.serve import SweepSetup, serve as measure
 
     report.check_output(output)
     load = Load(
         parse_rate(request_rate),
         None if concurrency is None else parse_concurrency(concurrency, "concurrency"),
     )
-    plan = Plan(target, dataset, sampling, options, figures, model)
+    plan = SweepSetup(target, dataset, sampling, options, figures, model)
     found = measure(plan, load)
     report.write_json(
         report.plan_as_json(plan) | report.served_as_json(found), path=output, is_wanted=json_output
@@ -225,7 +227,7 @@ def sweep(
     The exit code is 1 when all requests fail.
     """
     from toolkit_lm_bench import report
-    from toolkit_lm_bench.serve import Plan
+    from toolkit_lm_bench.serve import SweepSetup
     from toolkit_lm_bench.sweep import make_loads, sweep as measure
 
     loads = make_loads(concurrencies, request_rates)
@@ -234,7 +236,7 @@ def sweep(
         from toolkit_lm_bench.plot import check_plot
 
         check_plot(plot)
-    plan = Plan(target, dataset, sampling, options, figures, model)
+    plan = SweepSetup(target, dataset, sampling, options, figures, model)
     row = report.plan_as_json(plan)
     points = []
     for point in measure(plan, loads):
@@ -242,8 +244,8 @@ def sweep(
         typer.echo(
             f"{point.load.name}: {point.figures.output_throughput:.1f} output tokens/s", err=True
         )
-        # What is measured is kept when a later load is interrupted.
-        row["points"] = [report.served_as_json(one) for one in points]
+        # Results so far are kept if a later load is interrupted.
+        row["points"] = [report.served_as_json(point) for point in points]
         report.write_json(row, path=output, is_wanted=json_output and len(points) == len(loads))
     if not json_output:
         report.print_sweep(points)

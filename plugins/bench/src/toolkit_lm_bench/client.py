@@ -44,8 +44,8 @@ class _Choice(Struct):
         return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
 
     @property
-    def said(self) -> str:
-        """Without reasoning, which is no part of a conversation."""
+    def content(self) -> str:
+        """The answer without reasoning, which does not belong to a conversation's history."""
         return self.text or "" if self.delta is None else self.delta.content or ""
 
 
@@ -65,8 +65,8 @@ class Stream:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        """Of the events with text."""
-        self.said: list[str] = []
+        """Times of the events with text."""
+        self.content: list[str] = []
         self.usage: _Usage | None = None
         self.error: str | None = None
         self.is_whole = False
@@ -79,9 +79,9 @@ class Stream:
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._take(now, line[len(b"data:") :].strip())
+                self._read_event(now, line[len(b"data:") :].strip())
 
-    def _take(self, now: float, data: bytes) -> None:
+    def _read_event(self, now: float, data: bytes) -> None:
         if data == b"[DONE]":
             self.is_whole = True
             return
@@ -102,7 +102,7 @@ class Stream:
             self._first_choice = self._first_choice or now
             if choice.piece:
                 self.times.append(now)
-                self.said.append(choice.said)
+                self.content.append(choice.content)
             self.is_whole = self.is_whole or choice.finish_reason is not None
 
     def sample(self, start: float, prompt: Prompt | None) -> Sample:
@@ -111,16 +111,16 @@ class Stream:
             return Sample(error=self.error or "the answer broke off before its end")
         # Tokens without a text are in no event, or in one without text.
         times = self.times or [self._first_choice or start]
-        told = self.usage
+        usage = self.usage
         of_prompt = prompt.num_tokens if prompt else 0
         return Sample(
             ttft=times[0] - start,
             gaps=[after - before for before, after in pairwise(times)],
             e2el=times[-1] - start,
-            num_prompt_tokens=told.prompt_tokens if told else of_prompt,
-            num_output_tokens=told.completion_tokens if told else len(self.times),
-            is_counted=told is None,
-            text="".join(self.said),
+            num_prompt_tokens=usage.prompt_tokens if usage else of_prompt,
+            num_output_tokens=usage.completion_tokens if usage else len(self.times),
+            is_counted=usage is None,
+            text="".join(self.content),
         )
 
 
@@ -170,10 +170,10 @@ class Client:
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
         async with aiohttp.ClientSession(
-            # As many connections as there are requests under way.
+            # The number of connections is not limited.
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
-            # What is compressed does not come event by event.
+            # A compressed response does not arrive event by event.
             skip_auto_headers=["Accept-Encoding"],
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(),
@@ -217,12 +217,12 @@ class Client:
             raise ToolkitError(message) from error
 
     async def _measure(
-        self, what: dict[str, Any], max_tokens: int, prompt: Prompt | None
+        self, question: dict[str, Any], max_tokens: int, prompt: Prompt | None
     ) -> Sample:
         """Failures are samples, too."""
         asked = {
             "model": self.model,
-            **what,
+            **question,
             "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -18,7 +18,8 @@ SEED_STRIDE = 1_000_003
 own each."""
 _OUTPUT_LEN = 128
 _CHARACTERS_PER_TOKEN = 4
-"""Of English text, about; files give texts, and the client has no tokenizer."""
+"""Characters per token of English text, roughly. Files hold texts, and the client has no
+tokenizer."""
 _WORDS = (
     "time",
     "year",
@@ -49,7 +50,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """0 for a text: nobody has counted."""
+        """Number of token ids; 0 for a text, whose tokens are not counted."""
         return 0 if isinstance(self.content, str) else len(self.content)
 
     @property
@@ -101,12 +102,12 @@ def _conversations(options: DatasetOptions, rng: random.Random) -> list[Work]:
         if line.strip():
             where = f"line {number} of {str(path)!r}"
             row = _parse(line, where)
-            said = [message for message in _messages(row, where) if message["role"] != "assistant"]
-            if not any(message["role"] == "user" for message in said):
+            turns = [message for message in _messages(row, where) if message["role"] != "assistant"]
+            if not any(message["role"] == "user" for message in turns):
                 raise ConfigError(
                     f"option 'dataset_path': {where} is a conversation without a user's message."
                 )
-            found.append(Conversation(said, _output_len(options)))
+            found.append(Conversation(turns, _output_len(options)))
     return _choose(found, options, rng, path)
 
 
@@ -190,10 +191,11 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _messages(row: Any, where: str) -> list[dict[str, Any]]:
-    """Of an object with messages, or of a list of them."""
+    """Messages of an object with messages, or of a list of them."""
     messages = row.get("messages") if isinstance(row, dict) else row
     if not isinstance(messages, list) or not all(
-        isinstance(one, dict) and "role" in one and "content" in one for one in messages
+        isinstance(message, dict) and "role" in message and "content" in message
+        for message in messages
     ):
         raise ConfigError(
             f"option 'dataset_path': {where} is not a conversation: give messages, each with "

@@ -1,4 +1,4 @@
-"""What is computed from the times of requests. Names and definitions are those of `vllm bench
+"""Figures computed from the times of requests. Names and definitions are those of `vllm bench
 serve`."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     is_counted: bool = False
-    """True where the server told no usage: events with text are counted as tokens."""
+    """True if the server reported no usage: events with text are then counted as tokens."""
     text: str = ""
     error: str | None = None
     """Why it failed. Its times and numbers then say nothing."""
@@ -55,12 +55,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of one metric, in milliseconds."""
+    """Distribution of one metric, in milliseconds."""
 
     mean: float
     std: float
     percentiles: dict[float, float]
-    """By number, such as 99."""
+    """Percentiles by number, such as 99."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,18 @@ class Figures:
     """Requests whose tokens are counted events, for want of usage."""
     first_error: str | None
     distributions: dict[str, Distribution] = field(default_factory=dict)
-    """By metric. One that no request has is missing."""
+    """Distributions by metric. A metric that no request has is missing."""
 
     def as_json(self) -> dict[str, Any]:
         """Flat, with the keys of `vllm bench serve`: p99_ttft_ms."""
         row = asdict(self)
         del row["distributions"]
-        for name, one in self.distributions.items():
-            row |= {f"mean_{name}_ms": one.mean, f"std_{name}_ms": one.std}
-            row |= {f"p{number:g}_{name}_ms": value for number, value in one.percentiles.items()}
+        for name, distribution in self.distributions.items():
+            row |= {f"mean_{name}_ms": distribution.mean, f"std_{name}_ms": distribution.std}
+            row |= {
+                f"p{number:g}_{name}_ms": value
+                for number, value in distribution.percentiles.items()
+            }
         return row
 
 
@@ -104,14 +107,14 @@ def make_figures(
     slo: Mapping[str, float],
 ) -> Figures:
     """`duration`: seconds. `slo`: metric -> the most milliseconds."""
-    good = [one for one in samples if one.error is None]
-    num_inputs = sum(one.num_prompt_tokens for one in good)
-    num_outputs = sum(one.num_output_tokens for one in good)
+    good = [sample for sample in samples if sample.error is None]
+    num_inputs = sum(sample.num_prompt_tokens for sample in good)
+    num_outputs = sum(sample.num_output_tokens for sample in good)
     times = {
-        "ttft": [one.ttft for one in good],
-        "tpot": [one.tpot for one in good if one.tpot is not None],
-        "itl": [gap for one in good for gap in one.gaps],
-        "e2el": [one.e2el for one in good],
+        "ttft": [sample.ttft for sample in good],
+        "tpot": [sample.tpot for sample in good if sample.tpot is not None],
+        "itl": [gap for sample in good for gap in sample.gaps],
+        "e2el": [sample.e2el for sample in good],
     }
     numbers = list(percentiles)
     return Figures(
@@ -123,9 +126,9 @@ def make_figures(
         request_throughput=len(good) / duration,
         output_throughput=num_outputs / duration,
         total_token_throughput=(num_inputs + num_outputs) / duration,
-        request_goodput=sum(one.meets(slo) for one in good) / duration if slo else None,
-        counted=sum(one.is_counted for one in good),
-        first_error=next((one.error for one in samples if one.error is not None), None),
+        request_goodput=sum(sample.meets(slo) for sample in good) / duration if slo else None,
+        counted=sum(sample.is_counted for sample in good),
+        first_error=next((sample.error for sample in samples if sample.error is not None), None),
         distributions={
             name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds
         },
@@ -133,8 +136,8 @@ def make_figures(
 
 
 def percentile(ordered: Sequence[float], number: float) -> float:
-    """Of values in ascending order, with linear interpolation between two, as numpy does it.
-    `number`: from 0 to 100."""
+    """Percentile of values in ascending order, interpolated linearly like numpy's. `number`: from 0
+    to 100."""
     place = (len(ordered) - 1) * number / 100
     low = ordered[floor(place)]
     high = ordered[ceil(place)]
@@ -142,7 +145,7 @@ def percentile(ordered: Sequence[float], number: float) -> float:
 
 
 def _distribution(seconds: Sequence[float], numbers: Sequence[float]) -> Distribution:
-    ordered = sorted(1000 * one for one in seconds)
+    ordered = sorted(1000 * second for second in seconds)
     return Distribution(
         fmean(ordered), pstdev(ordered), {number: percentile(ordered, number) for number in numbers}
     )

@@ -47,9 +47,9 @@ class Latency:
     output_len: int
     avg_latency: float
     percentiles: dict[float, float]
-    """By number, such as 99."""
+    """Percentiles by number, such as 99."""
     latencies: list[float]
-    """Of each call, in order."""
+    """Seconds of each call, in order."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -73,7 +73,7 @@ def measure_throughput(
             "option 'dataset': 'conversation' needs answers between its prompts; it is for "
             "`toolkit bench serve` and `sweep`."
         )
-    # What is wrong with the dataset is told before a model is loaded.
+    # A fault in the dataset is reported before a model is loaded.
     _prompts(dataset, config, 0)
     from toolkit_lm import LLM
 
@@ -131,7 +131,7 @@ def measure_latency(
 
 
 def _prompts(dataset: DatasetOptions, config: VllmConfig, run: int) -> list[Prompt]:
-    """Those of a run. Raises ConfigError."""
+    """Prompts of a run. Raises ConfigError."""
     works = make_works(dataset, SEED_STRIDE * (config.model.seed or 0) + run)
     return [work for work in works if not isinstance(work, Conversation)]
 
@@ -142,10 +142,10 @@ def _generate(
     """Seconds, prompt tokens, output tokens."""
     llm.reset_prefix_cache()
     asked: list[TextPrompt | TokensPrompt] = [
-        {"prompt": one.content}
-        if isinstance(one.content, str)
-        else {"prompt_token_ids": one.content}
-        for one in prompts
+        {"prompt": prompt.content}
+        if isinstance(prompt.content, str)
+        else {"prompt_token_ids": prompt.content}
+        for prompt in prompts
     ]
     start = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -153,7 +153,9 @@ def _generate(
     for output in outputs:
         if output.error is not None:
             raise ToolkitError(f"a prompt failed: {output.error}")
-    num_outputs = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    num_outputs = sum(
+        len(completion.token_ids) for output in outputs for completion in output.outputs
+    )
     return seconds, sum(output.num_prompt_tokens for output in outputs), num_outputs
 
 

@@ -80,7 +80,7 @@ class TargetOptions(Struct, frozen=True, kw_only=True):
 
 
 class LoadOptions(Struct, frozen=True, kw_only=True):
-    """What is the same at each load of a server."""
+    """Options that are equal for all loads of a server."""
 
     seed: Annotated[int, option("Seed of prompts and arrivals.", ge=0)] = 0
     warmup: Annotated[int, option("Requests that are sent before, and not measured.", ge=0)] = 1
@@ -112,7 +112,7 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
 
 
 class FigureOptions(Struct, frozen=True, kw_only=True):
-    """What is told of the distribution of times."""
+    """Options for the reported distribution of times."""
 
     percentiles: Annotated[list[float], option("Percentiles, comma-separated.")] = field(
         default_factory=lambda: [50.0, 90.0, 99.0]
@@ -121,9 +121,9 @@ class FigureOptions(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.percentiles:
             raise ConfigError("option 'percentiles' is empty. Give numbers between 0 and 100.")
-        for one in self.percentiles:
-            if not 0 <= one <= 100:
-                raise ConfigError(f"option 'percentiles': {one:g} is not between 0 and 100.")
+        for percentile in self.percentiles:
+            if not 0 <= percentile <= 100:
+                raise ConfigError(f"option 'percentiles': {percentile:g} is not between 0 and 100.")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _plot_percentiles(axes: Axes, names: list[str], points: Sequence[Served], me
     for number in have[0][1].percentiles if have else ():
         axes.plot(
             [name for name, _ in have],
-            [one.percentiles[number] for _, one in have],
+            [point.percentiles[number] for _, point in have],
             marker="o",
             label=f"p{number:g}",
         )
@@ -78,7 +78,7 @@ def _plot_percentiles(axes: Axes, names: list[str], points: Sequence[Served], me
 
 
 def _plot_trade(axes: Axes, names: list[str], points: Sequence[Served]) -> None:
-    """What throughput costs each user."""
+    """Plot the cost of throughput for each user."""
     have = [
         (name, point.figures)
         for name, point in zip(names, points, strict=True)

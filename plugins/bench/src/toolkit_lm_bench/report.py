@@ -19,7 +19,7 @@ from toolkit_lm_bench.figures import METRICS
 
 if TYPE_CHECKING:
     from toolkit_lm_bench.offline import Latency, Throughput
-    from toolkit_lm_bench.serve import Plan, Served
+    from toolkit_lm_bench.serve import Served, SweepSetup
     from toolkit_lm_bench.startup import Startup
 
 
@@ -46,7 +46,7 @@ def write_json(row: Any, *, path: Path | None, is_wanted: bool) -> None:
         typer.echo(text)
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
+def plan_as_json(plan: SweepSetup) -> dict[str, Any]:
     """The options, without the key of the server."""
     row = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -58,24 +58,24 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     return row
 
 
-def served_as_json(one: Served) -> dict[str, Any]:
+def served_as_json(served: Served) -> dict[str, Any]:
     """An endless rate is "inf", which JSON has no number for."""
-    rate = "inf" if isinf(one.load.request_rate) else one.load.request_rate
+    rate = "inf" if isinf(served.load.request_rate) else served.load.request_rate
     return {
-        "model": one.model,
+        "model": served.model,
         "request_rate": rate,
-        "concurrency": one.load.concurrency,
-        **one.figures.as_json(),
+        "concurrency": served.load.concurrency,
+        **served.figures.as_json(),
     }
 
 
 def print_startup(found: Sequence[Startup], model: str) -> None:
     """`found`: of one way."""
-    table = Table("phase", *(one.state for one in found))
-    for phase in dict.fromkeys(phase for one in found for phase in one.phases):
-        table.add_row(phase, *(f"{one.phases.get(phase, 0.0):.2f}" for one in found))
+    table = Table("phase", *(startup.state for startup in found))
+    for phase in dict.fromkeys(phase for startup in found for phase in startup.phases):
+        table.add_row(phase, *(f"{startup.phases.get(phase, 0.0):.2f}" for startup in found))
     table.add_section()
-    table.add_row("start to first token", *(f"{one.total:.2f}" for one in found))
+    table.add_row("start to first token", *(f"{startup.total:.2f}" for startup in found))
     _print(f"{model}, {found[0].way}: seconds, medians of {found[0].runs}", table)
 
 
@@ -104,9 +104,9 @@ def print_latency(found: Latency, model: str) -> None:
     _print(f"{model}, {shape}: seconds of a call, {len(found.latencies)} calls", table)
 
 
-def print_served(one: Served) -> None:
+def print_served(served: Served) -> None:
     """Numbers of the run, and a row for each metric."""
-    figures = one.figures
+    figures = served.figures
     table = _pairs()
     table.add_row("completed requests", str(figures.completed))
     table.add_row("failed requests", str(figures.failed))
@@ -119,7 +119,7 @@ def print_served(one: Served) -> None:
         table.add_row("good requests per second", f"{figures.request_goodput:.2f}")
     table.add_row("output tokens per second", f"{figures.output_throughput:.1f}")
     table.add_row("tokens per second, prompts included", f"{figures.total_token_throughput:.1f}")
-    _print(f"{one.model}, {one.load.name}", table)
+    _print(f"{served.model}, {served.load.name}", table)
     if figures.distributions:
         numbers = next(iter(figures.distributions.values())).percentiles
         times = Table("milliseconds", "", "mean", *(f"p{number:g}" for number in numbers))
@@ -167,11 +167,11 @@ def print_sweep(points: Sequence[Served]) -> None:
 
 
 def tell_doubts(points: Sequence[Served]) -> None:
-    """What numbers do not say of themselves, on stderr."""
+    """Print caveats about the numbers on stderr."""
     counted = sum(point.figures.counted for point in points)
     if counted:
         typer.echo(
-            f"note: the server told no usage of {counted} requests. Output tokens are events "
+            f"note: the server reported no usage for {counted} requests. Output tokens are events "
             "with text, which may hold several "
             "tokens; of prompts, only those of token ids are counted.",
             err=True,
@@ -190,7 +190,7 @@ def _pairs() -> Table:
 
 
 def _print(title: str, table: Table) -> None:
-    """Lines are whole where nobody sees them: in a file, or a pipe."""
+    """Print a table. Lines are not wrapped in a file or a pipe."""
     if title:
         typer.echo(title)
     console = Console(markup=False, emoji=False)

@@ -27,7 +27,7 @@ from toolkit_lm_bench.options import (
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepSetup:
     """All that is the same for the loads of a sweep."""
 
     target: TargetOptions
@@ -55,11 +55,11 @@ class Served:
 
     load: Load
     model: str
-    """As the server calls it."""
+    """Name of the model on the server."""
     figures: Figures
 
 
-def serve(plan: Plan, load: Load, *, index: int = 0) -> Served:
+def serve(plan: SweepSetup, load: Load, *, index: int = 0) -> Served:
     """Sends a load to a server. Another `index` gives other prompts. Raises ToolkitError where no
     server answers, ConfigError."""
     client = Client(plan.target, plan.sampling, plan.model, plan.endpoint)
@@ -140,7 +140,7 @@ async def _send(client: Client, work: Work) -> list[Sample]:
             sample = await client.chat(history, work.max_tokens)
             samples.append(sample)
             if sample.error is not None:
-                # What comes after would not be what it is in a conversation.
+                # Later messages would differ from those of a whole conversation.
                 break
             history.append({"role": "assistant", "content": sample.text})
     return samples

@@ -72,15 +72,15 @@ def measure(config: VllmConfig, plugins: Plugins, way: str, state: str, runs: in
             found.append(start(options, environ))
     # A phase that is over between two looks is not seen.
     phases = {
-        phase: median(one.get(phase, 0.0) for one in found)
-        for phase in dict.fromkeys(name for one in found for name in one)
+        phase: median(phases.get(phase, 0.0) for phases in found)
+        for phase in dict.fromkeys(name for phases in found for name in phases)
     }
-    return Startup(way, state, runs, phases, median(sum(one.values()) for one in found))
+    return Startup(way, state, runs, phases, median(sum(phases.values()) for phases in found))
 
 
 def with_bytecode(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """A warm start finds bytecode, as of packages that pip installed: in `folder`, where Python may
-    not write it beside the source."""
+    """Environment in which a warm start finds bytecode, like that of packages that pip installed.
+    It is in `folder` if Python may not write it next to the source."""
     if "PYTHONDONTWRITEBYTECODE" not in environ:
         return dict(environ)
     kept = {name: value for name, value in environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -178,7 +178,7 @@ def _server(options: Path, port: int, environ: dict[str, str]) -> Iterator[Calla
 
 
 def _status(port: int) -> str | None:
-    """What /ready says: "ready", or which phase of its start the engine is in. None while nobody
+    """Status from /ready: "ready", or the engine's phase of starting. None until the server
     listens."""
     try:
         with closing(HTTPConnection("127.0.0.1", port, timeout=_MOST_SECONDS)) as connection:
@@ -204,7 +204,7 @@ def _first_token(port: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from toolkit_lm.errors import ConfigError
 
 from toolkit_lm_bench.options import Load, concurrency, request_rate
-from toolkit_lm_bench.serve import Plan, Served, serve
+from toolkit_lm_bench.serve import Served, SweepSetup, serve
 
 
 def make_loads(concurrencies: str | None, request_rates: str | None) -> list[Load]:
@@ -26,7 +26,7 @@ def make_loads(concurrencies: str | None, request_rates: str | None) -> list[Loa
     return [Load(request_rate(text.strip(), "request_rates")) for text in request_rates.split(",")]
 
 
-def sweep(plan: Plan, loads: Sequence[Load]) -> Iterator[Served]:
+def sweep(plan: SweepSetup, loads: Sequence[Load]) -> Iterator[Served]:
     """Measures loads in order, each with prompts of its own. Raises ToolkitError."""
     for index, load in enumerate(loads):
         yield serve(plan, load, index=index)

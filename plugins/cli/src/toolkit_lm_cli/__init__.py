@@ -63,3 +63,8 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
         "toolkit_lm_cli.plugins:show_plugin",
         help="Show all that is known of one plugin.",
     )
+    commands.add(
+        "plugins api",
+        "toolkit_lm_cli.contracts:show_contract",
+        help="Print a contract for plugin authors: a hook, or a public class.",
+    )

@@ -11,9 +11,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from toolkit_lm import __version__
-from toolkit_lm.config import PluginsConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, ToolkitError, nearest
 from toolkit_lm.plugin import Plugins, way_to_get
+from toolkit_lm_commands.options import in_flags
 from toolkit_lm_commands.registry import CommandRegistry, FlagNamesRegistry
 from typer.core import TyperCommand, TyperGroup
 
@@ -22,7 +23,7 @@ from toolkit_lm_cli.help_page import Row, asked_section, help_page, section_page
 from toolkit_lm_cli.prescan import plugins_config
 
 _NAME = "cli"
-"""Of this plugin."""
+"""Name of this plugin."""
 _COMPLETING = "_TOOLKIT_COMPLETE"
 """Variable by which a shell asks for completions."""
 
@@ -152,7 +153,7 @@ def run(arguments: Sequence[str]) -> int:
         is_completing = _COMPLETING in os.environ
         warnings.showwarning = _show_warning
         if is_completing:
-            # What a shell asks for while somebody types gets no words between.
+            # Completions that a shell requests while somebody types must not contain warnings.
             warnings.simplefilter("ignore")
         try:
             plugins = _load(plugins_config(arguments, os.environ))
@@ -206,9 +207,9 @@ def _as_command(name: str, target: Any) -> Any:
         command = typer.main.get_command(target)
         command.name = name
         return command
-    one = typer.Typer(add_completion=False)
-    one.command(name, cls=SectionedCommand)(target)
-    command = typer.main.get_command(one)
+    group = typer.Typer(add_completion=False)
+    group.command(name, cls=SectionedCommand)(target)
+    command = typer.main.get_command(group)
     if isinstance(command, SectionedCommand):
         command.folded = getattr(target, "folded_sections", ())
     return command
@@ -230,7 +231,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     text = (
-        str(message)
+        in_flags(str(message), VllmConfig.options())
         if issubclass(category, UserWarning)
         else f"{category.__name__}: {message} ({filename}:{lineno})"
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import RequestError, in_plain_words
 
 from toolkit_lm_cli.attachments import question
 
@@ -28,13 +28,13 @@ class Conversation:
 
     def __init__(self, system: str | None = None, attached: Sequence[dict[str, Any]] = ()) -> None:
         self.system = system
-        self.said: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []
         self.attached = list(attached)
         """Content parts: images and recordings."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, text: str) -> list[dict[str, Any]]:
         """The messages with a question at their end, which is not part of the conversation before
@@ -43,21 +43,21 @@ class Conversation:
 
     def add(self, asked: dict[str, Any], answer: str) -> None:
         """A question that was answered, and its answer."""
-        self.said += [asked, {"role": "assistant", "content": answer}]
+        self.turns += [asked, {"role": "assistant", "content": answer}]
         self.attached = []
 
     def undo(self) -> dict[str, Any]:
         """Takes the last question back, and all that was said to it. Raises RequestError where
         there is none."""
-        for number in reversed(range(len(self.said))):
-            if self.said[number]["role"] == "user":
-                asked = self.said[number]
-                del self.said[number:]
+        for number in reversed(range(len(self.turns))):
+            if self.turns[number]["role"] == "user":
+                asked = self.turns[number]
+                del self.turns[number:]
                 return asked
         raise RequestError("nothing was asked so far.")
 
     def clear(self) -> None:
-        self.said = []
+        self.turns = []
         self.attached = []
 
     def save(self, path: Path, *, replace: bool = False) -> None:
@@ -75,23 +75,25 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Reads messages: those that `save` wrote, or a bare list. Raises RequestError, and then
         nothing has changed."""
+        messages: Any = None
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST + 1)
             if len(data) > _MOST:
                 raise RequestError(f"{str(path)!r} has more than {_MOST} bytes.")
-            given = msgspec.json.decode(data)
-            messages: Any = given.get("messages") if isinstance(given, dict) else given
+            decoded = msgspec.json.decode(data)
+            messages = decoded.get("messages") if isinstance(decoded, dict) else decoded
             msgspec.convert(messages, list[_Message])
         except OSError as error:
             raise RequestError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError(f"{str(path)!r} is no conversation: {error}.") from None
+            wrong = in_plain_words(error, "messages", messages)
+            raise RequestError(f"{str(path)!r} is not a saved conversation. {wrong}") from None
         is_system = (
             bool(messages)
             and messages[0]["role"] == "system"
             and isinstance(messages[0].get("content"), str)
         )
         self.system = messages[0]["content"] if is_system else None
-        self.said = messages[is_system:]
+        self.turns = messages[is_system:]
         self.attached = []

@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 
 
 class ClientOptions(Struct, frozen=True, kw_only=True):
-    """Where the model runs, if not in this process."""
+    """Location of the model, if it does not run in this process."""
 
     url: Annotated[
         str | None,
@@ -130,12 +130,12 @@ def complete(
     _refuse_many(flags)
     if text is not None and prompt is not None:
         raise typer.BadParameter("there is a TEXT already.", param_hint="'--prompt'")
-    given = prompt if text is None else text
+    first = prompt if text is None else text
     talker = _talker(ctx, config, client, plugins)
     screen = PlainScreen()
     try:
-        for one in [given] if given is not None else _lines():
-            screen.show(talker.complete(one, flags))
+        for line in [first] if first is not None else _lines():
+            screen.show(talker.complete(line, flags))
     finally:
         talker.close()
 
@@ -170,10 +170,10 @@ def _converse(
         try:
             shown = screen.show(talker.chat(messages, flags))
         except ContextLengthError as error:
-            if not conversation.said:
+            if not conversation.turns:
                 raise
             print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
-            conversation.said = []
+            conversation.turns = []
             conversation.attached = list(attached)
             messages = conversation.ask(line)
             shown = screen.show(talker.chat(messages, flags))

@@ -15,9 +15,9 @@ from toolkit_lm.engine import EngineProcess
 from toolkit_lm.errors import ToolkitError
 
 _COMMANDS = ("serve",)
-"""Those that want one, whatever their options are, but for few."""
+"""Commands that usually want an engine process, with few exceptions by their options."""
 _SERVERS = ("serve", "render")
-"""Those that a signal ends as they should end."""
+"""Commands for which a signal is the normal end."""
 _process: ContextVar[EngineProcess | None] = ContextVar("_process", default=None)
 
 

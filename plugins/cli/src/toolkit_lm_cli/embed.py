@@ -31,7 +31,7 @@ _TASKS = ("embed", "classify", "score")
 _CHUNK = 256
 """Lines that are tokenized together."""
 _TOLD = 20
-"""Bad lines of which each is told."""
+"""Bad lines that are reported one by one."""
 
 
 class Line(NamedTuple):
@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is asked of every text."""
+    """Parameters that apply to every text."""
 
     params: PoolingParams
     prompt_name: str | None
@@ -159,7 +159,7 @@ def _run(
     progress = Progress(*columns, console=console)
     bar = progress.add_task("", total=num_lines, speed="")
     results = _results(engine, lines, how)
-    # What is wrong with all lines is raised here, before anything is shown.
+    # A fault in all lines is raised here, before anything is shown.
     first = next(results)
     with progress:
         for done, (line, output) in enumerate(chain([first], results), 1):
@@ -204,7 +204,7 @@ def _submit(
     """Gives the lines to the engine, and back those that it cannot take. Raises RequestError for
     what is wrong with all of them."""
     good = [line for line in chunk if line.error is None]
-    prepared = engine.processor.prepare_pooling_batch(
+    prepared = engine.processor.pooling.prepare_batch(
         [str(line.number) for line in good],
         [line.text for line in good],
         [how.params] * len(good),
@@ -212,16 +212,16 @@ def _submit(
         truncate_prompt_tokens=how.truncate_prompt_tokens,
     )
     ready = []
-    for line, one in zip(good, prepared, strict=True):
-        if isinstance(one, RequestError):
-            yield line, one
+    for line, entry in zip(good, prepared, strict=True):
+        if isinstance(entry, RequestError):
+            yield line, entry
         else:
-            ready.append(one)
+            ready.append(entry)
             waiting[str(line.number)] = line
     yield from ((line, line.error) for line in chunk if line.error is not None)
     if ready:
         # Sequences of equal length that meet in a step are computed together.
-        engine.submit_batch(sorted(ready, key=lambda one: len(one.message.prompt_token_ids)))
+        engine.submit_batch(sorted(ready, key=lambda entry: len(entry.message.prompt_token_ids)))
 
 
 @contextmanager

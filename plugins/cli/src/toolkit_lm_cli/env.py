@@ -30,7 +30,7 @@ def env(
         return
     for name, value in facts.items():
         rows = (
-            [f"{key} {one}" for key, one in value.items()] if isinstance(value, dict) else [value]
+            [f"{key} {item}" for key, item in value.items()] if isinstance(value, dict) else [value]
         )
         for number, row in enumerate(rows):
             typer.echo(f"{name if number == 0 else '':<14}{row}")

@@ -16,7 +16,7 @@ from toolkit_lm_commands.options import engine_command
 
 if TYPE_CHECKING:
     from toolkit_lm_cli.explanation import Explanation, LayerChoice
-    from toolkit_lm_cli.shares import RankShare
+    from toolkit_lm_cli.shares import RankShare, WeightKind
 
 
 @engine_command()
@@ -36,7 +36,7 @@ def explain(
 
 
 def table_of(found: Explanation) -> Table:
-    """What was found, a row for each choice."""
+    """Table of an explanation, a row for each choice."""
     resolved = found.config
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
@@ -57,14 +57,13 @@ def table_of(found: Explanation) -> Table:
         "runner",
         found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}",
     )
-    table.add_row(
-        "weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}"
-    )
+    how = f"{resolved.load.load_format}, quantization: {resolved.load.quantization}"
+    table.add_row("weights", "\n".join([how, *map(_weights, found.weights)]))
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
     if defaults := found.sampling_defaults:
-        told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
         table.add_row(
-            "sampling", f"where a request says nothing, as generation_config.json has it: {told}"
+            "sampling", f"where a request says nothing, as generation_config.json has it: {shown}"
         )
     parallel = resolved.parallel
     if parallel.data_parallel_size > 1:
@@ -78,19 +77,33 @@ def table_of(found: Explanation) -> Table:
     table.add_row(
         "compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])
     )
-    for told in _attention(found.layers):
-        table.add_row("attention", told)
+    for shown in _attention(found.layers):
+        table.add_row("attention", shown)
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
     table.add_row("KV cache", found.kv_refusal or _kv_cache(found.kv_tokens))
+    table.add_row(
+        "may wait", "\n".join(f"{reason}: {sentence}" for reason, sentence in found.waits.items())
+    )
     if found.without_effect:
         table.add_row(
-            "no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect)
+            "no effect",
+            "\n".join(f"{option.option}: {option.reason}" for option in found.without_effect),
         )
     return table
 
 
+def _weights(kind: WeightKind) -> str:
+    """Bytes of the weights of one kind, and the methods of its layers."""
+    methods = ", ".join(f"{count} by {name}" for name, count in kind.methods.items())
+    size = f"{kind.num_bytes / 2**20:,.1f} MiB" if kind.num_bytes else "the embedding's"
+    if kind.num_bytes != kind.num_float_bytes:
+        bits = 8 * kind.num_bytes / kind.num_weights
+        size += f" of {kind.num_float_bytes / 2**20:,.1f}, {bits:.2f} bits a weight"
+    return f"{kind.kind}: {size}" + (f" ({methods})" if methods else "")
+
+
 def _attention(layers: Sequence[LayerChoice]) -> Iterator[str]:
-    """Layers that were decided alike are told together."""
+    """Lines about attention. Layers with the same decision share one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in layers:
         alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
@@ -108,15 +121,17 @@ def _kv_cache(num_tokens: int | None) -> str:
 
 
 def _shares(ranks: list[RankShare]) -> Iterator[str]:
-    for one in ranks:
+    for rank in ranks:
         place = (
-            f"rank {one.rank} (stage {one.stage}, shard {one.shard}): " if len(ranks) > 1 else ""
+            f"rank {rank.rank} (stage {rank.stage}, shard {rank.shard}): " if len(ranks) > 1 else ""
         )
         experts = (
-            f" ({one.num_expert_bytes / 2**20:,.1f} MiB of experts)" if one.num_expert_bytes else ""
+            f" ({rank.num_expert_bytes / 2**20:,.1f} MiB of experts)"
+            if rank.num_expert_bytes
+            else ""
         )
-        size = f"{one.num_parameters:,} parameters, {one.num_bytes / 2**20:,.1f} MiB{experts}"
-        yield f"{place}{size}; {one.num_layers} layers with a KV cache"
+        size = f"{rank.num_parameters:,} parameters, {rank.num_bytes / 2**20:,.1f} MiB{experts}"
+        yield f"{place}{size}; {rank.num_layers} layers with a KV cache"
 
 
 def _verdicts(taken: str, candidates: list[tuple[str, str | None]]) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.events import WAITS, Wait
 from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import (
@@ -19,7 +21,7 @@ from toolkit_lm.resolution import (
 )
 from toolkit_lm.runner import graph_supports
 
-from toolkit_lm_cli.shares import Held, RankShare, hold, kv_capacity
+from toolkit_lm_cli.shares import Held, RankShare, WeightKind, hold, kv_capacity
 
 UNTRIED_ON_GPUS = "no GPU has run this project's backends and kernels yet"
 
@@ -36,7 +38,7 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `toolkit explain` shows."""
+    """Output of `toolkit explain`."""
 
     config: VllmConfig
     """Resolved."""
@@ -61,12 +63,14 @@ class Explanation:
     kernels_considered: list[tuple[str, str | None]]
     """All kernels that were considered, with their reasons to refuse (None: able)."""
     compiler: str
-    """What computes the forward pass; "none" where the model does, layer by layer."""
+    """Compiler of the forward pass; "none" if the model computes it, layer by layer."""
     compilers: list[tuple[str, str | None]]
     """Each compiler that was considered, with its reason to refuse (None: able)."""
     computed: list[str]
     """How the forward pass is computed, and why."""
     layers: list[LayerChoice]
+    weights: list[WeightKind]
+    """Weights by kind of layer: their bytes, and what multiplies by them."""
     ranks: list[RankShare]
     sampling_defaults: dict[str, float]
     """Sampling parameters of generation_config.json, which hold where a request says nothing."""
@@ -77,8 +81,10 @@ class Explanation:
     """Why it would be refused."""
     without_effect: list[NoEffect]
     """Options that were given and do nothing, with the reasons."""
+    waits: dict[Wait, str]
+    """Each reason for which a request may wait, as a sentence with the values of its options."""
     untried: str | None
-    """What no device of this kind has run yet; None: all has run on one."""
+    """Features that have not yet run on any device of this kind; None: all have."""
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
@@ -117,13 +123,42 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
             LayerChoice(layer, found.name, found.candidates)
             for layer, found in held.selections.items()
         ],
+        weights=list(held.weights.values()),
         ranks=held.ranks,
         sampling_defaults=resolved.sampling_defaults,
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
         without_effect=without_effect(config, resolved, plugins),
+        waits=waits_of(resolved, plugins),
         untried=UNTRIED_ON_GPUS if resolved.device.device.startswith("cuda") else None,
     )
+
+
+def waits_of(config: VllmConfig, plugins: Plugins) -> dict[Wait, str]:
+    """The reasons for which a request may wait in an engine of this resolved config."""
+    architecture = "" if config.checkpoint is None else config.checkpoint.architecture
+    absent: set[Wait] = set()
+    if not config.keeps_kv_cache:
+        absent.add("blocks")
+    entry = plugins.models.get(architecture)
+    if not (entry.multimodal or entry.encoder_decoder):
+        absent.add("media")
+    if not plugins.parts.used("planner", config):
+        absent.add("part")
+    if not plugins.kv_tiers.entries():
+        absent.add("loading")
+    sections = [getattr(config, name) for name in config.__struct_fields__]
+
+    def with_value(found: re.Match[str]) -> str:
+        option = found[0]
+        values = [getattr(section, option) for section in sections if hasattr(section, option)]
+        return f"{option} {values[0]}" if values and values[0] is not None else option
+
+    return {
+        reason: re.sub(r"(?<=[( ])[a-z]+_\w+", with_value, sentence)
+        for reason, sentence in WAITS.items()
+        if reason not in absent
+    }
 
 
 def _compilation(
@@ -151,7 +186,7 @@ def _compilation(
     )
     supports = graph_supports(
         held.selections,
-        {layer for one in held.specs for layer in one},
+        {layer for specs in held.specs for layer in specs},
         feeds_uncached=not any(held.specs),
     )
     return (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit_lm.frontend import LLMEngine
 
 BOTH_SIDES = ("encoder_prompt", "decoder_prompt")
-"""Of an encoder-decoder model: each a text or token ids."""
+"""Keys of a prompt for an encoder-decoder model. Each value is a text or token ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", *BOTH_SIDES)
 
 
@@ -135,16 +135,16 @@ def _add(
     engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: SamplingFlags
 ) -> None:
     parsed = _parse(line) if isinstance(line, str) else line
-    given = [key for key in PROMPT_KEYS if key in parsed]
-    is_both = not set(given).isdisjoint(BOTH_SIDES)
+    keys = [key for key in PROMPT_KEYS if key in parsed]
+    is_both = not set(keys).isdisjoint(BOTH_SIDES)
     if (
-        not given
-        or ("messages" in given and len(given) > 1)
-        or (is_both and not set(given) <= set(BOTH_SIDES))
+        not keys
+        or ("messages" in keys and len(keys) > 1)
+        or (is_both and not set(keys) <= set(BOTH_SIDES))
     ):
         raise RequestError(
             f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has "
-            f"{', '.join(given) or 'none'}.",
+            f"{', '.join(keys) or 'none'}.",
             "prompt",
         )
     own = {key: value for key, value in parsed.items() if key not in PROMPT_KEYS}
@@ -154,15 +154,15 @@ def _add(
     elif is_both:
         engine.add_request(
             request_id,
-            cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in given}),
+            cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in keys}),
             params,
         )
     else:
-        engine.add_request(request_id, parse_prompt({key: parsed[key] for key in given}), params)
+        engine.add_request(request_id, parse_prompt({key: parsed[key] for key in keys}), params)
 
 
-def _side(given: Any) -> Any:
-    return {"prompt_token_ids": given} if isinstance(given, list) else given
+def _side(prompt: Any) -> Any:
+    return {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
-    outputs = [_output(one) for one in output.outputs]
+    outputs = [_output(completion) for completion in output.outputs]
     return {
         "prompt": _prompt_of(line),
         "num_prompt_tokens": output.num_prompt_tokens,
@@ -185,18 +185,18 @@ def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _output(one: CompletionOutput) -> dict[str, Any]:
+def _output(completion: CompletionOutput) -> dict[str, Any]:
     row = {
-        "text": one.text,
-        "num_tokens": len(one.token_ids),
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
+        "text": completion.text,
+        "num_tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
-    if one.logprobs is not None:
-        row["token_ids"] = one.token_ids
+    if completion.logprobs is not None:
+        row["token_ids"] = completion.token_ids
         row["logprobs"] = [
             {token: structs.asdict(entry) for token, entry in entries.items()}
-            for entries in one.logprobs
+            for entries in completion.logprobs
         ]
     return row
 

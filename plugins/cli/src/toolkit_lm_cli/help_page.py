@@ -1,4 +1,4 @@
-"""What `--help` prints: names of flags whole, and what is said of the engine's many options in
+"""Output of `--help`: flag names are never cut, and the engine's many options are shown in
 sections."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL = "all"
 _WIDEST = 110
 _INDENT = 2
 _HELP_COLUMN = 26
-"""Where the helps begin. A longer name has a line of its own."""
+"""Column where help texts begin. A longer name gets a line of its own."""
 _FEW = 4
 """So many sections are shown whole."""
 _HELP = "--help"
@@ -191,5 +191,5 @@ def _bold(text: str) -> str:
 
 
 def _styled(text: str, **style: Any) -> str:
-    """What is printed is no terminal's where `echo` takes styles out again."""
+    """Text with a style. `echo` removes styles if the output is not a terminal."""
     return text if "NO_COLOR" in os.environ else typer.style(text, **style)

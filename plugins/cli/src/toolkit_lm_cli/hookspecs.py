@@ -38,4 +38,4 @@ REGISTRIES = {
     "toolkit_register_commands": CommandRegistry,
     "toolkit_register_flag_names": FlagNamesRegistry,
 }
-"""By hook: what the loader fills."""
+"""Registry that the loader fills for each hook."""

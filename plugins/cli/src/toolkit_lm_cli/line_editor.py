@@ -19,7 +19,7 @@ _FILES = ("/save ", "/save! ", "/load ", "/image ", "/audio ")
 
 
 def lines(*, history: bool) -> Iterator[str]:
-    """What a user enters, until Ctrl-D. Ctrl-C takes back what is being written."""
+    """Lines that a user enters, until Ctrl-D. Ctrl-C discards the line being written."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.keys import Keys
@@ -93,7 +93,7 @@ def _history() -> History:
     path = folder / "chat_history"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # What was said is nobody else's business.
+        # Only the user may read the conversation.
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
         _shorten(path)
     except OSError:

@@ -86,16 +86,17 @@ class LocalTalker:
         parser: AnswerParser | None = None
         with closing(self._outputs()) as outputs:
             for output in outputs:
-                one = output.outputs[0]
+                completion = output.outputs[0]
                 if parser is None:
                     parser = form.parser(
                         prompt_end(self._engine.renderer, output.prompt_token_ids), ()
                     )
-                yield from _pieces(parser.push(one.text))
-                if one.finish_reason is not None:
+                yield from _pieces(parser.push(completion.text))
+                if completion.finish_reason is not None:
                     yield from _pieces(
                         parser.finish(
-                            cut=one.finish_reason != "stop" or isinstance(one.stop_reason, str)
+                            cut=completion.finish_reason != "stop"
+                            or isinstance(completion.stop_reason, str)
                         )
                     )
 

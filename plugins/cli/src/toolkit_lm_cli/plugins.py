@@ -76,14 +76,14 @@ def _info(plugins: Plugins, name: str) -> PluginInfo:
     """Raises PluginError for a name that is neither a plugin's nor that of a distribution with one
     plugin."""
     distribution = re.sub(r"[-_.]+", "-", name).lower()
-    its = [info.name for info in plugins.infos if info.distribution == distribution]
-    if name in its or not its:
+    names = [info.name for info in plugins.infos if info.distribution == distribution]
+    if name in names or not names:
         return plugins.info(name)
-    if len(its) > 1:
+    if len(names) > 1:
         raise PluginError(
-            f"{name} has {len(its)} plugins. Name one of them: {', '.join(sorted(its))}."
+            f"{name} has {len(names)} plugins. Name one of them: {', '.join(sorted(names))}."
         )
-    return plugins.info(its[0])
+    return plugins.info(names[0])
 
 
 def _new_table(columns: int) -> Table:
@@ -98,7 +98,7 @@ def _new_table(columns: int) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Lines are whole where nobody sees them: in a file, or a pipe."""
+    """Print a table. Lines are not wrapped in a file or a pipe."""
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
@@ -109,8 +109,8 @@ def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
     row = dataclasses.asdict(info)
     row["entries"] = {
         hook.removeprefix("toolkit_register_"): entries
-        for hook, one in by_hook(plugins).items()
-        if (entries := _entries(one, info))
+        for hook, implementations in by_hook(plugins).items()
+        if (entries := _entries(implementations, info))
     }
     kind = plugins.options_class(info.name) if info.status == "ok" else None
     row["options"] = {} if kind is None else option_fields(kind)
@@ -122,7 +122,10 @@ def option_fields(kind: type[Any]) -> dict[str, str]:
     stands below it in the source."""
     helps = _texts_below(kind)
     options = inspect.signature(kind, eval_str=True).parameters.values()
-    return {one.name: f"{str(one).partition(': ')[2]}{helps.get(one.name, '')}" for one in options}
+    return {
+        field.name: f"{str(field).partition(': ')[2]}{helps.get(field.name, '')}"
+        for field in options
+    }
 
 
 def _texts_below(kind: type[Any]) -> dict[str, str]:
@@ -131,9 +134,9 @@ def _texts_below(kind: type[Any]) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):
         return {}
     fields = [
-        (one, text)
-        for one, text in pairwise(definition.body)
-        if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)
+        (statement, text)
+        for statement, text in pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr)
     ]
     return {
         ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}"
@@ -156,5 +159,5 @@ def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_text(one)}" for key, one in value.items())
+        return "\n".join(f"{key}: {_text(item)}" for key, item in value.items())
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -13,7 +13,7 @@ def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Plug
     """The plugins section of what flags, environment and config file say. Raises ConfigError."""
     options = options_of(PluginsConfig)
     file = next(reversed(list(_values(arguments, "--config"))), None)
-    given = {
+    flags = {
         o.name: flag_value(o, values)
         for o in options
         if (values := list(_values(arguments, o.flag)))
@@ -21,7 +21,7 @@ def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Plug
     variables = {o.env: environ[o.env] for o in options if o.env in environ}
     foreign = tuple(read_file(file)) if file is not None else ()
     return PluginsConfig(
-        **merge_options(options, given, environ=variables, file=file, foreign=foreign)
+        **merge_options(options, flags, environ=variables, file=file, foreign=foreign)
     )
 
 

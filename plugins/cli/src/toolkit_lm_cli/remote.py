@@ -28,7 +28,12 @@ class RemoteTalker:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
-        self._model = model or self._first_model()
+        try:
+            self._model = model or self._first_model()
+        except BaseException:
+            # Nobody else can: the server may keep the connection.
+            self._client.close()
+            raise
 
     def facts(self) -> Mapping[str, str]:
         most = self.max_model_len()
@@ -103,7 +108,7 @@ class RemoteTalker:
 
 
 def _usage(event: Mapping[str, Any]) -> Usage | None:
-    """Of the last event, where the server tells it."""
+    """Usage in the last event, if the server reports it."""
     with suppress(LookupError, TypeError):
         return Usage(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
     return None

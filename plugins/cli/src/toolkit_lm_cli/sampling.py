@@ -9,11 +9,11 @@ from typing import Annotated, Any, Self, get_args
 import msgspec
 import typer
 from toolkit_lm.config import Option
-from toolkit_lm.errors import ConfigError, RequestError, nearest
+from toolkit_lm.errors import ConfigError, RequestError, in_plain_words, nearest
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm_commands.options import CommandFlags, command_parameter, flag_help
+from toolkit_lm_commands.options import CommandFlags, command_parameter, flag_help, in_flags
 
 
 def sampling_flags(processors: LogitsProcessorRegistry) -> dict[str, Option]:
@@ -35,25 +35,22 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], processors: LogitsProcessorRegistry) -> Self:
-        given = cls(processors)
+        flags = cls(processors)
         known = sampling_flags(processors)
         for name, text in values.items():
             o = known[name]
             try:
-                given[name] = msgspec.convert(
+                flags[name] = msgspec.convert(
                     None if text == "none" else text, o.type, strict=False
                 )
             except msgspec.ValidationError as error:
-                raise ConfigError(
-                    f"option {o.flag!r}: {text!r} is not a value for it: {error}"
-                ) from None
+                wrong = in_plain_words(error, o.flag, text)
+                raise ConfigError(f"{wrong} {o.help}") from None
         try:
-            given.params()
+            flags.params()
         except RequestError as error:
-            raise ConfigError(
-                f"option '--{(error.param or '').replace('_', '-')}': {error}"
-            ) from None
-        return given
+            raise ConfigError(in_flags(str(error), known.values())) from None
+        return flags
 
     def updated(self, values: Mapping[str, str | None]) -> SamplingFlags:
         """With other values, as a flag would give them; None takes one away. Raises ConfigError,
@@ -63,7 +60,7 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
             raise ConfigError(
                 f"there is no sampling parameter {wrong[0]!r}. {nearest(wrong[0], known)}"
             )
-        given = {
+        flags = {
             name: [text] if known[name].is_list else text
             for name, text in values.items()
             if text is not None
@@ -71,7 +68,7 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
         made = SamplingFlags(self._processors)
         made.update(
             {name: value for name, value in self.items() if name not in values}
-            | self.parse(given, self._processors)
+            | self.parse(flags, self._processors)
         )
         made.params()
         return made
@@ -79,14 +76,14 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
     def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
         """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name
         or a value out of range."""
-        given = {**self, **(overrides or {})}
-        if given.get("use_beam_search"):
+        flags = {**self, **(overrides or {})}
+        if flags.get("use_beam_search"):
             defaults = {
                 name: value
                 for name, value in defaults.items()
                 if spec_of(SAMPLING_PARAMS[name]).use != "draws"
             }
-        merged = {**defaults, **given}
+        merged = {**defaults, **flags}
         extra = {name: merged.pop(name) for name in list(merged) if name not in SAMPLING_PARAMS}
         self._processors.parse(extra)
         try:
@@ -96,7 +93,7 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
-            raise RequestError(f"wrong sampling parameters: {error}") from None
+            raise RequestError(in_plain_words(error, "sampling parameters", merged)) from None
 
 
 def _flag(o: Option) -> inspect.Parameter:

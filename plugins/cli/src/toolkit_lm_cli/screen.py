@@ -1,4 +1,4 @@
-"""Where answers are shown, as they come: plain, wrapped at words, or as Markdown."""
+"""Shows answers while they arrive: plain, wrapped at words, or as Markdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Thought(str):
 
 
 class Shown(NamedTuple):
-    """What was shown of an answer."""
+    """The shown part of an answer."""
 
     text: str
     is_whole: bool
@@ -41,7 +41,7 @@ class Screen(Protocol):
         """Shows an answer as it comes. An interrupt ends it: what came before is kept."""
 
     def note(self, text: str) -> None:
-        """What is said about the conversation, and is no part of it."""
+        """Shows a remark about the conversation, outside of it."""
 
 
 def printable(text: str) -> str:
@@ -127,7 +127,7 @@ class Wrapper:
         self._space = self._word = ""
 
     def push(self, text: str) -> str:
-        """What can be printed with this piece: a word whose end has not come is kept."""
+        """Text that can be printed with this piece. An unfinished word is held back."""
         out = []
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
             if part == "\n":
@@ -207,7 +207,7 @@ class Blocks:
 
     @property
     def rest(self) -> str:
-        """What is no whole block yet."""
+        """Text after the last whole block."""
         return "".join([*self._lines, self._line])
 
     def push(self, text: str) -> Iterator[str]:
@@ -236,8 +236,7 @@ class Blocks:
 
 
 class _Lines:
-    """What is drawn, without spaces at the ends of its lines, or as many of its last lines as are
-    asked for."""
+    """Rendered lines without trailing spaces; all of them, or at most the last `most`."""
 
     def __init__(self, draw: Callable[[], RenderableType], most: int | None = None) -> None:
         self._draw = draw
@@ -301,8 +300,8 @@ def _dim(thought: str) -> RenderableType:
 
 
 def markdown(text: str) -> Markdown:
-    """Markdown with the line breaks as they are, tags shown, and addresses beside the texts of
-    links."""
+    """Markdown that keeps line breaks, shows tags, and shows the addresses of links after their
+    texts."""
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 

@@ -48,7 +48,7 @@ class _Timed:
 
 
 class ChatSession:
-    """Talks with a model until there are no more lines."""
+    """Talks with a model until the input ends."""
 
     def __init__(
         self, talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen
@@ -58,7 +58,7 @@ class ChatSession:
         self.flags = flags
         self.screen = screen
         self.is_over = False
-        self.told = ""
+        self.figures = ""
         """Figures of the last answer."""
 
     def banner(self) -> str:
@@ -72,8 +72,8 @@ class ChatSession:
                 return
 
     def handle(self, line: str) -> None:
-        """A message, or a command; a message that begins with a slash is written with two. What is
-        wrong is told, and it goes on."""
+        """Handles a message or a command. A message that begins with a slash is written with two.
+        Errors are shown, and the session goes on."""
         try:
             if line.startswith("/") and not line.startswith("//"):
                 self._command(line)
@@ -97,10 +97,10 @@ class ChatSession:
         try:
             self._answer(self.conversation.ask(text))
         except ContextLengthError as error:
-            if not self.conversation.said:
+            if not self.conversation.turns:
                 raise
             self.screen.note(f"note: {error} What was said before is forgotten.")
-            self.conversation.said = []
+            self.conversation.turns = []
             self._answer(self.conversation.ask(text))
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
@@ -109,8 +109,8 @@ class ChatSession:
         end = time.monotonic()
         if shown.text or shown.is_whole:
             self.conversation.add(messages[-1], shown.text)
-        self.told = self._figures(timed.start, timed.first, end)
-        self.screen.note(self.told if shown.is_whole else f"stopped; {self.told}")
+        self.figures = self._figures(timed.start, timed.first, end)
+        self.screen.note(self.figures if shown.is_whole else f"stopped; {self.figures}")
 
     def _figures(self, start: float, first: float | None, end: float) -> str:
         usage = self.talker.usage
@@ -165,7 +165,7 @@ class ChatSession:
 
     def load(self, text: str) -> None:
         self.conversation.load(_path(text))
-        self.screen.note(f"{len(self.conversation.said)} messages from {text}")
+        self.screen.note(f"{len(self.conversation.turns)} messages from {text}")
 
     def undo(self, _: str) -> None:
         asked = self.conversation.undo()
@@ -173,20 +173,20 @@ class ChatSession:
 
     def retry(self, _: str) -> None:
         conversation = self.conversation
-        before = list(conversation.said)
+        before = list(conversation.turns)
         attached = conversation.attached
         asked = conversation.undo()
-        left = len(conversation.said)
+        left = len(conversation.turns)
         try:
             self._answer([*conversation.messages, asked])
         finally:
             conversation.attached = attached
-            if len(conversation.said) == left:
+            if len(conversation.turns) == left:
                 # There is no new answer.
-                conversation.said = before
+                conversation.turns = before
 
     def tokens(self, _: str) -> None:
-        self.screen.note(self.told or "nothing was asked so far.")
+        self.screen.note(self.figures or "nothing was asked so far.")
 
     def image(self, text: str) -> None:
         self._attach(image_parts([_path(text)]))

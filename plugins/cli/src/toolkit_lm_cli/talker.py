@@ -20,11 +20,10 @@ class Talker(Protocol):
     closed."""
 
     usage: Usage | None
-    """Of the last request that came to its end, where that is known."""
+    """Usage of the last request that finished; None if it is not known."""
 
     def facts(self) -> Mapping[str, str]:
-        """What a user wants to know at first: the model, where it runs, its precision, its
-        context."""
+        """Facts to show first: the model, its location, precision and context."""
 
     def max_model_len(self) -> int | None:
         """Tokens of its context, where they are known."""

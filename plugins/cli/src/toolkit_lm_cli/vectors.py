@@ -122,11 +122,10 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def vector_file(path: Path, num_rows: int) -> Iterator[VectorFile]:
-    """A file of so many rows. It gets its name at the end of the block, and only if no error ends
-    it and a row was written.
+    """A file of `num_rows` rows. It gets its name at the end of the block, if no error occurred and
+    a row was written.
 
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.touch()

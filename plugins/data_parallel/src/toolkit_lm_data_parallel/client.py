@@ -7,8 +7,10 @@ import logging
 import math
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
+from msgspec import Raw
 from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineClient, EngineFeatures, EngineInfo, EngineState
@@ -31,15 +33,14 @@ _MOST_HASHED = 512
 
 
 class DataParallelClient(EngineClient):
-    """Engines with a copy of the model each, in processes of their own.
+    """Several engines with a copy of the model each, in processes of their own.
 
-    It knows exactly what each has in flight: requests come and outputs go through it. An engine
-    that dies is started anew as often as `restart_engine` says. Its requests go on with another
-    meanwhile, from the tokens that they have; nobody hears of it.
+    It knows exactly which requests each has in flight: requests and outputs go through it. An
+    engine that dies is restarted up to `restart_engine` times. Meanwhile its requests continue on
+    another engine from the tokens that they have, and their clients notice nothing.
 
-    Items of media are sent to this client once, and from here to each engine that reads them: each
-    has a mirror of its own.
-    """
+    Media items are sent to this client once, and from here to each engine that reads them: each has
+    a mirror of its own."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins, max_moves: int) -> None:
         """Starts all engines at once. `max_moves`: how many may die under a request. Raises
@@ -83,7 +84,7 @@ class DataParallelClient(EngineClient):
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._info is None:
             self._check()
-            self._take_from([engine for engine in self._engines if engine.info is None])
+            self._collect([engine for engine in self._engines if engine.info is None])
             if self._info is not None or self._death is not None:
                 continue
             left = end - time.monotonic()
@@ -95,32 +96,32 @@ class DataParallelClient(EngineClient):
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._check()
-        if not any(one.features for one in requests):
+        if not any(request.features for request in requests):
             self._add(requests)
             return
         with self.features.sending(requests) as (whole, evicted):
             new = [
-                one.mm_identifier
+                feature.mm_identifier
                 for request in whole
-                for one in request.features
-                if one.data is not None
+                for feature in request.features
+                if feature.data is not None
             ]
-            missing = self._held.take_in(0, whole, evicted)
+            missing = self._held.fill(0, whole, evicted)
             assert not missing, "nothing comes between both sides"
             try:
                 self._add(whole)
             except RequestError:
                 # The mirror does not count them as sent.
-                self._held.take_in(0, (), new)
+                self._held.fill(0, (), new)
                 raise
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
-        added = [InFlight(one, self._hashes(one)) for one in requests]
+        added = [InFlight(added_request, self._hashes(added_request)) for added_request in requests]
         try:
             self._send(added)
         except RequestError:
-            for one in added:
-                self.finish(one.request.request_id)
+            for added_request in added:
+                self.finish(added_request.request.request_id)
             raise
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
@@ -137,37 +138,37 @@ class DataParallelClient(EngineClient):
         """To the engines that are chosen for them, together. Raises RequestError, after which some
         may have been sent."""
         # One that is being started takes requests too: they wait there.
-        able = [one for one in self._engines if one.info is not None] or [
-            one for one in self._engines if one.client is not None
+        able = [engine for engine in self._engines if engine.info is not None] or [
+            engine for engine in self._engines if engine.client is not None
         ]
         chosen: dict[int, list[InFlight]] = {}
-        for one in requests:
+        for message in requests:
             engine = able[
-                choose([each.choice(one, self._config.cache.block_size) for each in able])
+                choose([each.choice(message, self._config.cache.block_size) for each in able])
             ]
-            engine.add(one)
-            chosen.setdefault(engine.number, []).append(one)
-        for number, its in chosen.items():
+            engine.add(message)
+            chosen.setdefault(engine.number, []).append(message)
+        for number, assigned in chosen.items():
             # A death shows, and is dealt with, where outputs are taken.
             with suppress(EngineDeadError):
-                self._engines[number].send(its)
+                self._engines[number].send(assigned)
 
     def finish(
         self, request_id: str, reason: FinishReason = "abort", index: int | None = None
     ) -> None:
         for engine in self._engines:
-            if (one := engine.requests.get(request_id)) is None:
+            if (request := engine.requests.get(request_id)) is None:
                 continue
             if engine.client is not None:
                 engine.client.finish(request_id, reason, index)
             if index is not None:
-                before = one.num_tokens
-                one.end(reason, index)
-                engine.num_tokens += one.num_tokens - before
-            if index is None or one.has_ended:
-                engine.remove(one)
+                before = request.num_tokens
+                request.end(reason, index)
+                engine.num_tokens += request.num_tokens - before
+            if index is None or request.has_ended:
+                engine.remove(request)
                 if self._plugins.has_event_listeners:
-                    engine.ending[request_id] = one, reason
+                    engine.ending[request_id] = request, reason
 
     def reset_prefix_cache(self) -> None:
         self._check()
@@ -177,19 +178,44 @@ class DataParallelClient(EngineClient):
                 with suppress(ToolkitError):
                     engine.client.reset_prefix_cache()
 
+    def call_workers(self, method: str, payload: Raw) -> Future[list[Raw]]:
+        """Answers of all live engines, one engine's after another's. An engine that is starting
+        answers when it is ready. Each takes the call, even if another fails."""
+        self._check()
+        calls: list[Future[list[Raw]]] = []
+        for engine in self._engines:
+            if engine.client is not None:
+                # A death shows, and is dealt with, where outputs are taken.
+                with suppress(EngineDeadError):
+                    calls.append(engine.client.call_workers(method, payload))
+        answers: Future[list[Raw]] = Future()
+        waiting = list(calls)
+
+        def collect(call: Future[list[Raw]]) -> None:
+            waiting.remove(call)
+            if not waiting:
+                try:
+                    answers.set_result([value for call in calls for value in call.result()])
+                except ToolkitError as error:
+                    answers.set_exception(error)
+
+        for call in calls:
+            call.add_done_callback(collect)
+        return answers
+
     # Outputs
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
         if not _has_any(self._news):
             self._check()
-            self._take_from(self._polling.wait(math.inf if timeout is None else timeout) or ())
-        return self._take_news()
+            self._collect(self._polling.wait(math.inf if timeout is None else timeout) or ())
+        return self._drain_outputs()
 
     def poll_outputs(self) -> EngineOutputs:
         if not _has_any(self._news):
             self._check()
-            self._take_from(self._engines)
-        return self._take_news()
+            self._collect(self._engines)
+        return self._drain_outputs()
 
     def wake(self) -> None:
         self._polling.wake()
@@ -218,19 +244,19 @@ class DataParallelClient(EngineClient):
         if self._closed:
             raise EngineDeadError("the engines have been shut down.")
 
-    def _take_news(self) -> EngineOutputs:
+    def _drain_outputs(self) -> EngineOutputs:
         news, self._news = self._news, EngineOutputs(time=self._news.time)
         return news
 
-    def _take_from(self, engines: Collection[Engine]) -> None:
+    def _collect(self, engines: Collection[Engine]) -> None:
         """Takes in what engines have said, and buries those that have died."""
         for engine in list(engines):
             if (client := engine.client) is None:
                 continue
             try:
-                self._take(engine, client.step(0))
+                self._merge(engine, client.step(0))
                 # Now that its last words are taken in, it says that it is dead.
-                self._take(engine, client.poll_outputs())
+                self._merge(engine, client.poll_outputs())
                 if engine.info is None and (info := client.wait_ready(0)) is not None:
                     self._set_ready(engine, info)
             except ToolkitError as error:
@@ -243,50 +269,52 @@ class DataParallelClient(EngineClient):
                 f"{first}, {ready} of {len(self._engines)} engines being ready" if ready else first
             )
 
-    def _take(self, engine: Engine, new: EngineOutputs) -> None:
+    def _merge(self, engine: Engine, new: EngineOutputs) -> None:
         news = self._news
         news.time = max(news.time, new.time)
         news.admitted += new.admitted
         # Before the outputs, which may be the last of a request.
-        news.events += [told for event in new.events if (told := _told(engine, event)) is not None]
+        news.events += [
+            shown for event in new.events if (shown := _forwarded(engine, event)) is not None
+        ]
         for output in new.outputs:
-            if (one := engine.requests.get(output.request_id)) is None:
+            if (request := engine.requests.get(output.request_id)) is None:
                 continue
-            before = one.num_tokens
-            one.take(output)
-            engine.num_tokens += one.num_tokens - before
-            if one.has_ended:
-                engine.remove(one)
+            before = request.num_tokens
+            request.update(output)
+            engine.num_tokens += request.num_tokens - before
+            if request.has_ended:
+                engine.remove(request)
             news.outputs.append(output)
         for request_id in new.missing or ():
-            if (one := engine.requests.get(request_id)) is not None:
-                self._send_again(engine, one)
+            if (request := engine.requests.get(request_id)) is not None:
+                self._send_again(engine, request)
 
-    def _send_again(self, engine: Engine, one: InFlight) -> None:
+    def _send_again(self, engine: Engine, request: InFlight) -> None:
         """With the data of its media, which its engine lacks: once."""
         try:
-            if one.was_lacking:
+            if request.was_lacking:
                 raise RequestError(
                     "the engine has lost the data of its images or other media, twice."
                 )
-            one.was_lacking = True
-            engine.send([one])
+            request.was_lacking = True
+            engine.send([request])
         except RequestError as error:
-            engine.remove(one)
-            self._fail(one, str(error))
+            engine.remove(request)
+            self._fail(request, str(error))
 
-    def _fail(self, one: InFlight, error: str) -> None:
-        request_id = one.request.request_id
+    def _fail(self, request: InFlight, error: str) -> None:
+        request_id = request.request.request_id
         self._news.outputs += [
             EngineOutput(request_id=request_id, index=index, finish_reason="error", error=error)
-            for index in one.unfinished
+            for index in request.unfinished
         ]
 
     # Engines come and go
 
     def _set_ready(self, engine: Engine, info: EngineInfo) -> None:
         engine.set_ready(info)
-        first = next(one.info for one in self._engines if one.info is not None)
+        first = next(engine.info for engine in self._engines if engine.info is not None)
         if (device := info.config.device.device.partition(":")[0]) != (
             other := first.config.device.device.partition(":")[0]
         ):
@@ -295,10 +323,10 @@ class DataParallelClient(EngineClient):
                 f"it runs on {device}, and another on {other}: there are not {size} times as "
                 "many GPUs as one engine needs."
             )
-        infos = [one.info for one in self._engines if one.info is not None]
+        infos = [engine.info for engine in self._engines if engine.info is not None]
         if self._info is None and len(infos) == len(self._engines):
-            # What fits one engine is to fit any.
-            least = min(infos, key=lambda one: [pool.num_blocks for pool in one.kv_cache.pools])
+            # A request must fit every engine, so the smallest counts.
+            least = min(infos, key=lambda info: [pool.num_blocks for pool in info.kv_cache.pools])
             self._info = replace(infos[0], kv_cache=least.kv_cache)
             self.phase = ""
         elif self._info is not None:
@@ -315,8 +343,8 @@ class DataParallelClient(EngineClient):
         had_started = engine.info is not None
         untold = [
             event
-            for one, reason in engine.ending.values()
-            if (event := one.untold(reason)) is not None
+            for request, reason in engine.ending.values()
+            if (event := request.untold(reason)) is not None
         ]
         left = engine.end(self._named(engine, error))
         if self._info is None:
@@ -345,7 +373,7 @@ class DataParallelClient(EngineClient):
                 *(replace(event, engine=engine.number) for event in untold),
                 _empty(engine),
             ]
-        if all(one.client is None for one in self._engines):
+        if all(engine.client is None for engine in self._engines):
             self._death = EngineDeadError(
                 f"all {len(self._engines)} engines have died, the last of this: {error}"
             )
@@ -356,39 +384,39 @@ class DataParallelClient(EngineClient):
     def _move(self, left: Sequence[InFlight], error: ToolkitError, had_started: bool) -> None:
         """Has other engines go on with the requests of one that has died."""
         going_on = []
-        for one in left:
+        for request in left:
             # Where it had not begun to serve, they cannot be what it died of.
-            one.num_moves += had_started
-            one.was_lacking = False
-            if one.num_moves > self._max_moves:
+            request.num_moves += had_started
+            request.was_lacking = False
+            if request.num_moves > self._max_moves:
                 times = (
-                    f"{one.num_moves} engines have died under the request (the most is "
+                    f"{request.num_moves} engines have died under the request (the most is "
                     f"data_parallel.max_moves, {self._max_moves})"
                 )
-                self._fail(one, f"{times}. The last: {error}")
+                self._fail(request, f"{times}. The last: {error}")
             else:
-                going_on.append(one)
-        for one in going_on:
+                going_on.append(request)
+        for request in going_on:
             try:
-                self._send([one])
+                self._send([request])
             except RequestError as refused:
-                self._engines[one.engine].remove(one)
-                self._fail(one, str(refused))
+                self._engines[request.engine].remove(request)
+                self._fail(request, str(refused))
 
 
-def _told(engine: Engine, event: Event) -> Event | None:
+def _forwarded(engine: Engine, event: Event) -> Event | None:
     """An engine's event as those who watch are to hear it."""
-    told: Event | None = event
+    shown: Event | None = event
     if isinstance(event, RequestEvent):
         if event.kind in ("finished", "aborted"):
             engine.ending.pop(event.request_id, None)
-        if (one := engine.requests.get(event.request_id)) is not None:
-            told = one.told(event)
-    return told if told is None or engine.number == 0 else replace(told, engine=engine.number)
+        if (request := engine.requests.get(event.request_id)) is not None:
+            shown = request.forwarded(event)
+    return shown if shown is None or engine.number == 0 else replace(shown, engine=engine.number)
 
 
 def _empty(engine: Engine) -> LoadEvent:
-    """What a dead engine has to do."""
+    """Load of a dead engine: none."""
     return LoadEvent(
         time=time.monotonic(),
         num_running=0,

@@ -1,4 +1,4 @@
-"""One of several engines: its process, and what it has been sent."""
+"""One of several engines: its process, and the requests sent to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit_lm_data_parallel.placement import launch
 from toolkit_lm_data_parallel.routing import Choice, PrefixMirror
 
 _MOST_BLOCKS = 2**16
-"""Of prompts, that are remembered of an engine."""
+"""Blocks of prompts that are remembered for an engine."""
 
 
 class Engine:
@@ -29,10 +29,10 @@ class Engine:
         self.info: EngineInfo | None = None
         """Set while it is ready."""
         self.error: ToolkitError | None = None
-        """What its process died of."""
+        """Error that its process died of."""
         self.num_restarts = 0
         self.requests: dict[str, InFlight] = {}
-        """By request id, in the order in which they came."""
+        """Requests by id, in order of arrival."""
         self.num_tokens = 0
         """In flight: of all of these."""
         self.ending: dict[str, tuple[InFlight, FinishReason]] = {}
@@ -74,8 +74,8 @@ class Engine:
 
     @property
     def progress_time(self) -> float | None:
-        """time.monotonic() of its last sign of life, or at which it got work after it had none.
-        None: nobody waits for it."""
+        """time.monotonic() of its last sign of life, or of its first work after idling. None: no
+        request waits for it."""
         if self.client is None or self.info is None or not self.requests:
             return None
         return max(self.client.progress_time, self._busy_since)
@@ -105,31 +105,31 @@ class Engine:
             self.num_restarts,
         )
 
-    def choice(self, one: InFlight, block_size: int) -> Choice:
-        """What speaks for it and against it, for a request."""
-        reads = one.request.reads_prefix_cache
+    def choice(self, request: InFlight, block_size: int) -> Choice:
+        """Load and cached tokens of this engine, to choose one for a request."""
+        reads = request.request.reads_prefix_cache
         return Choice(
-            self.num_tokens, self._prefixes.num_cached(one.hashes) * block_size if reads else 0
+            self.num_tokens, self._prefixes.num_cached(request.hashes) * block_size if reads else 0
         )
 
-    def add(self, one: InFlight) -> None:
+    def add(self, request: InFlight) -> None:
         """It is to get a request."""
         if not self.requests:
             self._busy_since = time.monotonic()
-        one.engine = self.number
-        self.requests[one.request.request_id] = one
-        self.num_tokens += one.num_tokens
-        self._prefixes.add(one.hashes)
+        request.engine = self.number
+        self.requests[request.request.request_id] = request
+        self.num_tokens += request.num_tokens
+        self._prefixes.add(request.hashes)
 
-    def remove(self, one: InFlight) -> None:
+    def remove(self, request: InFlight) -> None:
         """The request has ended, or goes elsewhere."""
-        del self.requests[one.request.request_id]
-        self.num_tokens -= one.num_tokens
+        del self.requests[request.request.request_id]
+        self.num_tokens -= request.num_tokens
 
     def send(self, requests: Sequence[InFlight]) -> None:
-        """Sends what was added. Raises RequestError, and what its process has died of."""
+        """Sends the added requests. Raises RequestError, and the error that its process died of."""
         if self.client is not None:
-            self.client.add([one.message() for one in requests])
+            self.client.add([request.message() for request in requests])
 
     def forget_prefixes(self) -> None:
         self._prefixes.clear()

@@ -1,4 +1,4 @@
-"""What a front knows of a request that an engine has, so that another can go on with it."""
+"""State of a request on an engine, kept by the front end so that another engine can continue it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class InFlight:
         self.num_tokens = len(request.prompt_token_ids) + (
             0 if request.encoder is None else request.encoder.num_tokens
         )
-        """Of its prompt, and the outputs so far of its sequences that have not ended."""
+        """Tokens of its prompt, and the outputs so far of its unfinished sequences."""
         self._num_prompt_logprobs = request.num_prompt_logprobs
         self._num_cached_tokens: int | None = None
         self._num_left = request.params.num_outputs
         self._sequences: dict[int, _Begun] = {}
-        """By index, those that have had something."""
-        self._told: dict[RequestEventKind, RequestEvent] = {}
+        """Sequences that have output, by index."""
+        self._forwarded: dict[RequestEventKind, RequestEvent] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -60,7 +60,7 @@ class InFlight:
             if self._sequence(index).finish_reason is None
         ]
 
-    def take(self, output: EngineOutput) -> None:
+    def update(self, output: EngineOutput) -> None:
         """Notes what an engine gave."""
         sequence = self._sequence(output.index)
         sequence.token_ids += output.token_ids
@@ -84,8 +84,8 @@ class InFlight:
             self._num_left -= 1
 
     def message(self) -> EngineRequest:
-        """What an engine is sent of it: a copy. A beam search and what is pooled begin anew, all
-        else goes on where it stood."""
+        """Message for an engine: a copy of the request. Beam searches and pooling start again; all
+        others continue from their tokens."""
         request = self.request
         if not (self._sequences and request.draws_tokens) or request.params.use_beam_search:
             return replace(request)
@@ -93,21 +93,23 @@ class InFlight:
         return replace(
             request,
             begun=[
-                BegunSequence(list(one.token_ids), one.sampler_state, one.finish_reason)
-                for one in begun
+                BegunSequence(
+                    list(sequence.token_ids), sequence.sampler_state, sequence.finish_reason
+                )
+                for sequence in begun
             ],
             num_prompt_logprobs=self._num_prompt_logprobs,
         )
 
-    def told(self, event: RequestEvent) -> RequestEvent | None:
+    def forwarded(self, event: RequestEvent) -> RequestEvent | None:
         """An event of its engine as those who watch are to hear it: its beginning once, whichever
         engine that was."""
-        if event.kind in _ONCE and self._told.setdefault(event.kind, event) is not event:
+        if event.kind in _ONCE and self._forwarded.setdefault(event.kind, event) is not event:
             return None
         if not self.num_moves:
             return event
-        scheduled = self._told.get("scheduled")
-        first = self._told.get("first_token")
+        scheduled = self._forwarded.get("scheduled")
+        first = self._forwarded.get("first_token")
         return replace(
             event,
             num_cached_tokens=event.num_cached_tokens
@@ -118,10 +120,12 @@ class InFlight:
         )
 
     def untold(self, reason: FinishReason) -> RequestEvent | None:
-        """The event of its end, which its engine has not lived to tell. None where nobody has heard
-        that it began."""
+        """The event of its end, which its dead engine could not send. None if no event of it was
+        ever sent."""
         heard = (
-            self._told.get("first_token") or self._told.get("scheduled") or self._told.get("queued")
+            self._forwarded.get("first_token")
+            or self._forwarded.get("scheduled")
+            or self._forwarded.get("queued")
         )
         if heard is None:
             return None
@@ -129,7 +133,7 @@ class InFlight:
             heard,
             kind="aborted" if reason in ("abort", "timeout") else "finished",
             time=time.monotonic(),
-            num_output_tokens=sum(len(one.token_ids) for one in self._sequences.values()),
+            num_output_tokens=sum(len(sequence.token_ids) for sequence in self._sequences.values()),
             finish_reason=reason,
         )
 

@@ -1,4 +1,4 @@
-"""Where engines run: which devices each of them sees, and which cores of the host are its own."""
+"""Placement of engines: the devices that each one sees, and its own cores of the host."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _LOOK = 1.0
 
 
 class Polling:
-    """What engines say, and a `wake`, whichever comes first."""
+    """Waits for messages of engines or a `wake`, whichever comes first."""
 
     def __init__(self) -> None:
         self._wake_send, self._wake_recv = socket.socketpair()
@@ -40,8 +40,8 @@ class Polling:
                 )
 
     def wait(self, seconds: float) -> Collection[Engine] | None:
-        """Those that have something to say, and those that start, which have a time limit. All,
-        after a while. None: a `wake` came."""
+        """Engines with a message, and starting engines, which have a time limit. All engines after
+        a while. None: a `wake` came."""
         ready = [
             source for source, _ in self._poller.poll(math.ceil(1000 * max(min(seconds, _LOOK), 0)))
         ]
@@ -52,9 +52,9 @@ class Polling:
             return self._engines
         found = [
             *(self._sources[source] for source in ready),
-            *(one for one in self._engines if one.info is None),
+            *(engine for engine in self._engines if engine.info is None),
         ]
-        return {one.number: one for one in found}.values()
+        return {engine.number: engine for engine in found}.values()
 
     def wake(self) -> None:
         """Lets a `wait` return, or else the next one. From any thread."""

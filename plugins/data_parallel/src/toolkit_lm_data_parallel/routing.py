@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WORTH = 4
-"""A cached token outweighs so many in flight: it is not computed, while those in flight mostly have
-been."""
+"""One cached token outweighs this many tokens in flight: it is not computed, while those in flight
+are mostly computed already."""
 
 
 class Choice(NamedTuple):
@@ -48,15 +48,16 @@ class PrefixMirror:
     def num_cached(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks it was sent."""
         return next(
-            (index for index, one in enumerate(hashes) if one not in self._blocks), len(hashes)
+            (index for index, digest in enumerate(hashes) if digest not in self._blocks),
+            len(hashes),
         )
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """It is sent a prompt of these blocks."""
         # The last goes first: without those before it, it is of no use.
-        for one in reversed(hashes[: self.max_blocks]):
-            self._blocks[one] = None
-            self._blocks.move_to_end(one)
+        for digest in reversed(hashes[: self.max_blocks]):
+            self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
         while len(self._blocks) > self.max_blocks:
             self._blocks.popitem(last=False)
 

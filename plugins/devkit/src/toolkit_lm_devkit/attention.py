@@ -10,7 +10,7 @@ import torch
 from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType
 from toolkit_lm.kv import FullSpec, KVCacheSpec, WindowSpec
 
-from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
+from toolkit_lm_devkit.attention_step import BIASES, CACHES, LAYER, AttentionStep
 from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.equality import assert_bf16_error
 from toolkit_lm_devkit.pairs import Case, all_pairs
@@ -39,6 +39,7 @@ FACTORS: Mapping[str, list[Any]] = {
     "sinks": [False, True],
     "bias": [None, *BIASES],
     "spans": [False, True],
+    "cache": [None, *CACHES],
 }
 
 
@@ -82,7 +83,7 @@ class AttentionBackendConformance(Conformance):
 
     @classmethod
     def spec(cls, case: Case) -> AttentionSpec:
-        """What the layer of a case asks."""
+        """Spec of a case's layer."""
         kind = case["kind"]
         return AttentionSpec(
             layer=LAYER,
@@ -102,13 +103,15 @@ class AttentionBackendConformance(Conformance):
 
     @classmethod
     def kv_cache(cls, case: Case) -> KVCacheSpec:
-        """What the layer of a case keeps."""
+        """KV cache spec of a case's layer."""
         shape = {
             "block_size": case["block_size"],
             "num_kv_heads": case["heads"][1],
             "head_size": case["head_size"],
             "dtype": case["dtype"],
         }
+        if case["cache"] is not None:
+            shape |= CACHES[case["cache"]]
         return (
             FullSpec(**shape)
             if case["window"] is None
@@ -120,6 +123,8 @@ class AttentionBackendConformance(Conformance):
         """Whether the case makes sense, and the backend can run it."""
         # Windows and biases relate positions of one sequence, and cross attention has two.
         if case["kind"] == "cross" and (case["window"] or case["bias"]):
+            return False
+        if case["cache"] and case["kind"] not in ("decoder", "cross"):
             return False
         # The spans of a decoder.
         if case["spans"] and case["kind"] not in ("decoder", "uncached"):
@@ -150,7 +155,7 @@ class AttentionBackendConformance(Conformance):
             assert_bf16_error([ours], [step.eager()], [exact])
 
     def test_padding_is_not_stored(self) -> None:
-        """Nor does it change what the others give."""
+        """Padding rows do not change the results of others either."""
         for batch in BATCHES:
             plain, padded = (self.step(batch=batch, padding=padding) for padding in (0, 3))
             if (
@@ -162,8 +167,8 @@ class AttentionBackendConformance(Conformance):
                 expected, before = plain.run_and_keep()
                 out, after = padded.run_and_keep()
                 assert before is not None and after is not None
-                for one, other in zip(before, after, strict=True):
-                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (
+                for tensor, other in zip(before, after, strict=True):
+                    assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), (
                         "padding is stored"
                     )
                 assert (out - expected).abs().max() <= TOLERANCE, (
@@ -228,9 +233,9 @@ class AttentionBackendConformance(Conformance):
             spec = self.spec(case).kv_cache
             if spec is not None:
                 layout = [
-                    torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
-                    for one in self.backend.page_layout(spec)
+                    torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+                    for tensor in self.backend.page_layout(spec)
                 ]
-                assert sum(one.nbytes for one in layout) == spec.page_bytes, (
+                assert sum(tensor.nbytes for tensor in layout) == spec.page_bytes, (
                     "the tensors of a page are not its bytes"
                 )

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from toolkit_lm.attention import (
     Attention,
     AttentionBackend,
     AttentionBias,
+    AttentionCall,
     AttentionType,
     BatchLimits,
     BatchView,
@@ -81,6 +83,31 @@ def by_offset(heads: int) -> Bias:
 BIASES = {"alibi": alibi, "table": relative_table, "offsets": by_offset}
 
 
+CACHES = {
+    "int8": {"dtype": "int8", "scales": "token"},
+    "fp8": {"dtype": "float8_e4m3fn", "scales": "token"},
+    "fp8 of the layer": {"dtype": "float8_e4m3fn", "scales": "layer"},
+}
+"""Quantized caches: fields of their specs."""
+LAYER_SCALES = 0.03, 0.02
+"""Scales of keys and values, where they are the layer's."""
+
+
+def round_trip(x: Tensor, cache: str, scale: float) -> Tensor:
+    """Keys or values [T, heads, head_size] as a quantized cache gives them back, in float32.
+    `scale`: the layer's."""
+    fields = CACHES[cache]
+    dtype = getattr(torch, fields["dtype"])
+    greatest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    x = x.float()
+    scales = torch.full((*x.shape[:-1], 1), scale)
+    if fields["scales"] == "token":
+        largest = x.abs().amax(-1, keepdim=True)
+        scales = torch.where(largest == 0, 1.0, largest / greatest)
+    codes = (x / scales).clamp(-greatest, greatest)
+    return (codes.round() if dtype is torch.int8 else codes.to(dtype).float()) * scales
+
+
 @dataclass
 class AttentionStep:
     """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All
@@ -102,12 +129,14 @@ class AttentionStep:
     window: int | None = None
     soft_cap: float | None = None
     scale: float | None = None
-    """What scores are multiplied by. None: head_size ** -0.5."""
+    """Factor that scores are multiplied by. None: head_size ** -0.5."""
     sinks: bool = False
     bias: str | None = None
     """A key of BIASES."""
     spans: bool = False
     """Tokens are in spans, of random lengths, some of which begin before the step."""
+    cache: str | None = None
+    """A key of CACHES: the cache is quantized."""
     device: str = "cpu"
     padding: int = 0
     """Rows of padding after the others: a query each, whose key and value are NaN."""
@@ -144,6 +173,20 @@ class AttentionStep:
             sinks=None if self.sink_logits is None else self.sink_logits.to(self.device),
             spans=self.spans,
         )
+        self.seen_k = self.k
+        self.seen_v = self.v
+        if self.cache is not None:
+            spec = self.layer.kv_cache_spec()
+            assert spec is not None
+            self.layer.keep(msgspec.structs.replace(spec, **CACHES[self.cache]))
+            k_scale, v_scale = LAYER_SCALES
+            for scale, value in zip(
+                (self.layer.params.k_scale, self.layer.params.v_scale), LAYER_SCALES, strict=True
+            ):
+                if scale is not None:
+                    scale.data.fill_(value)
+            self.seen_k = [round_trip(k, self.cache, k_scale) for k in self.k]
+            self.seen_v = [round_trip(v, self.cache, v_scale) for v in self.v]
         random_lengths = np.random.default_rng(self.seed)
         self.row_spans = [_random_spans(random_lengths, keys) for _, keys in self.rows]
 
@@ -154,7 +197,7 @@ class AttentionStep:
         return np.concatenate(
             [
                 naive_attention(
-                    *(x[row].float().numpy() for x in (self.q, self.k, self.v)),
+                    *(x[row].float().numpy() for x in (self.q, self.seen_k, self.seen_v)),
                     **self._asked(row),
                     sinks=sinks,
                     bias=bias,
@@ -170,8 +213,8 @@ class AttentionStep:
             [
                 eager_attention(
                     self.q[row],
-                    self.k[row],
-                    self.v[row],
+                    self.seen_k[row].to(self.dtype),
+                    self.seen_v[row].to(self.dtype),
                     **self._asked(row),
                     sinks=self.sink_logits,
                     bias=bias,
@@ -185,7 +228,7 @@ class AttentionStep:
         return self.run_and_keep()[0]
 
     def run_and_keep(self) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """As `run`; and what the cache holds afterwards."""
+        """Runs the step like `run`. Also returns the cache's content afterwards."""
         spec = self.layer.attention_spec(torch.device(self.device), cached=self.cached)
         num_tokens = sum(queries for queries, _ in self.rows)
         longest = max(max(row) for row in self.rows)
@@ -267,16 +310,16 @@ class AttentionStep:
         of garbage."""
         counts = [-(-keys // self.block_size) for _, keys in self.rows]
         num_blocks = sum(counts) + 3
-        spec = self.layer.kv_cache_spec()
+        spec = self.layer.keeps
         assert spec is not None
         kv_cache = tuple(
             torch.full(
-                (num_blocks, *one.shape),
-                torch.nan,
-                dtype=getattr(torch, one.dtype),
+                (num_blocks, *tensor.shape),
+                127 if tensor.dtype == "int8" else torch.nan,
+                dtype=getattr(torch, tensor.dtype),
                 device=self.device,
             )
-            for one in backend.page_layout(spec)
+            for tensor in backend.page_layout(spec)
         )
         order = torch.randperm(num_blocks, generator=self.table_order).tolist()
         garbage = order.pop()
@@ -294,17 +337,16 @@ class AttentionStep:
                         [len(slots)], [past.stop], [past.start], table[row : row + 1], slots
                     )
                 )
+                k = self._to(self.k[row][past])
+                v = self._to(self.v[row][past])
+                no_queries = self._to(self.q[row][:0])
                 backend.write_kv(
-                    self.layer.params,
-                    self._to(self.k[row][past]),
-                    self._to(self.v[row][past]),
-                    kv_cache,
-                    meta,
+                    AttentionCall(self.layer.params, no_queries, k, v, kv_cache, meta, no_queries)
                 )
         return kv_cache, table
 
     def _step_spans(self) -> np.ndarray | None:
-        """Of all tokens of the step."""
+        """Spans of all tokens of the step."""
         if not self.spans:
             return None
         padding = np.tile(np.array([[0, 1]], np.int32), (self.padding, 1))

@@ -101,7 +101,7 @@ class DrafterConformance(Conformance):
             f"{together} drafts are taken of sequences side by side, but {alone} of each alone"
         )
 
-    # What the tests are made of
+    # Data of the tests
 
     @classmethod
     def generate(cls, checkpoint: str, **course: Any) -> dict[str, list[list[int]]]:
@@ -120,12 +120,16 @@ class DrafterConformance(Conformance):
             warnings.simplefilter("always", PluginWarning)
             with cls.llm(checkpoint, **course) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-        failures = [str(one.message) for one in caught if issubclass(one.category, PluginWarning)]
+        failures = [
+            str(warning.message)
+            for warning in caught
+            if issubclass(warning.category, PluginWarning)
+        ]
         assert not failures, "\n".join(failures)
         for case, output in zip(cases, outputs, strict=True):
             assert output.error is None, f"{case}: {output.error}"
         return {
-            case: [list(one.token_ids) for one in output.outputs]
+            case: [list(completion.token_ids) for completion in output.outputs]
             for case, output in zip(cases, outputs, strict=True)
         }
 

@@ -35,10 +35,10 @@ def eager_attention(
     )
     q_positions = torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q))
     k_positions = torch.arange(len(k))
-    of = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
+    span_of_query = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
     visible = [
         sees(i, k_positions.numpy(), kind=kind, window=window, span=span)
-        for i, span in zip(q_positions.tolist(), of, strict=True)
+        for i, span in zip(q_positions.tolist(), span_of_query, strict=True)
     ]
     scores = queries @ keys.transpose(1, 2) * scale
     if soft_cap is not None:

@@ -131,7 +131,7 @@ class EncoderDecoderConformance(ModelConformance):
             "max_encoder_len": most_encoded,
             "max_num_batched_tokens": most_encoded + CHUNK,
         }
-        # Of the first pool; the others are made in proportion.
+        # Size of the first pool; the others are made in proportion.
         least = self.kv_cache(subject).max_blocks(longest, most_encoded + CHUNK, most_encoded)[0]
         for mode in ("recompute", "swap"):
             options = small | {
@@ -166,8 +166,8 @@ class EncoderDecoderConformance(ModelConformance):
                 for _ in range(2)
             ]
         for found in (several, *again):
-            for one, other in zip(alone, found, strict=True):
-                assert [c.token_ids for c in other.outputs] == [one.outputs[0].token_ids] * len(
+            for result, other in zip(alone, found, strict=True):
+                assert [c.token_ids for c in other.outputs] == [result.outputs[0].token_ids] * len(
                     other.outputs
                 )
 
@@ -180,12 +180,12 @@ class EncoderDecoderConformance(ModelConformance):
             tokens = {"prompt_token_ids": [5, 6, 7]}
             asked: list[Any] = [tokens, {"encoder_prompt": tokens, "decoder_prompt": tokens}]
             alone: Any = {"decoder_prompt": tokens}
-            default, given = llm.generate(asked, params, use_tqdm=False)
+            default, explicit = llm.generate(asked, params, use_tqdm=False)
             with pytest.raises(RequestError, match="encoder_prompt"):
                 llm.generate([alone], params, use_tqdm=False)
-        assert default.encoder_prompt_token_ids == given.encoder_prompt_token_ids == [5, 6, 7]
+        assert default.encoder_prompt_token_ids == explicit.encoder_prompt_token_ids == [5, 6, 7]
         assert default.prompt_token_ids[0] == start
-        assert given.prompt_token_ids == [start, 5, 6, 7]
+        assert explicit.prompt_token_ids == [start, 5, 6, 7]
 
     def test_pooling_without_a_cache(
         self, subjects: Callable[[str], Subject], variant: str

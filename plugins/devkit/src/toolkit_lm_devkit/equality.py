@@ -48,11 +48,10 @@ def assert_same_tokens(token_ids: Sequence[int], reference: Tensor) -> None:
 def assert_bf16_error(
     ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> None:
-    """Results in half precision, those of the reference in the same precision, and those of float32
-    or float64, one for one.
+    """Compares half-precision results with the reference's in the same precision, and with exact
+    ones (float32 or float64), one for one.
 
-    Our error (root of the mean square, over all) is no larger than BF16_FACTOR times theirs.
-    """
+    Our error (root mean square over all) is at most BF16_FACTOR times theirs."""
     our_error = _error(ours, exact)
     their_error = _error(theirs, exact)
     assert our_error <= BF16_FACTOR * their_error, (

@@ -32,7 +32,7 @@ VOCAB_SIZE = 272
 NUM_LAYERS = 4
 BLOCK_SIZE = 4
 LENGTHS = (5, 17, 40, 3, 33, 1, 21)
-"""Of the prompts."""
+"""Lengths of the prompts."""
 MAX_MODEL_LEN = 64
 PATIENCE = 60.0
 """Seconds after which a future counts as lost."""
@@ -146,7 +146,7 @@ class ExecutorConformance(Conformance):
     @pytest.fixture(scope="class")
     @classmethod
     def cores(cls) -> Iterator[dict[tuple[int, int], EngineCore]]:
-        """By sizes, what `core` has made."""
+        """Cores that `core` has made, by sizes."""
         made: dict[tuple[int, int], EngineCore] = {}
         yield made
         for core in made.values():
@@ -178,7 +178,7 @@ class ExecutorConformance(Conformance):
         return EngineCore(config, plugins, make_executor(config, plugins))
 
     def options(self, sizes: tuple[int, int], **course: Any) -> dict[str, Any]:
-        """Of VllmConfig."""
+        """Options for VllmConfig."""
         fixed = {
             "executor": self.executor,
             "tensor_parallel_size": sizes[0],
@@ -227,7 +227,7 @@ class ExecutorConformance(Conformance):
             len(prompt) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE,
         ]
         for output in outputs:
-            assert len({tuple(one.token_ids) for one in output.outputs}) == 3, (
+            assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3, (
                 "the sequences draw the same tokens"
             )
             check(output, reference, greedy=False)
@@ -237,10 +237,10 @@ class ExecutorConformance(Conformance):
     def test_every_rank_says_what_it_caches(self, core: EngineCore, sizes: tuple[int, int]) -> None:
         specs = core.executor.kv_cache_specs()
         assert len(specs) == sizes[0] * sizes[1]
-        assert len({layer for one in specs for layer in one}) == NUM_LAYERS
-        for one in specs:
-            assert len(one) == NUM_LAYERS // sizes[1]
-        assert core.executor.backends().keys() == {layer for one in specs for layer in one}
+        assert len({layer for spec in specs for layer in spec}) == NUM_LAYERS
+        for spec in specs:
+            assert len(spec) == NUM_LAYERS // sizes[1]
+        assert core.executor.backends().keys() == {layer for spec in specs for layer in spec}
         assert (
             msgspec.json.decode(msgspec.json.encode(core.executor.backends()))
             == core.executor.backends()
@@ -254,7 +254,8 @@ class ExecutorConformance(Conformance):
     def test_steps_run_in_the_order_of_the_calls(
         self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]
     ) -> None:
-        """As many as may be on their way; each needs what the ones before have left."""
+        """The largest allowed number of steps is in flight; each needs the results of those before
+        it."""
         tokens = prompts()[1]
         steps = [StepPlan(new=[new(0, tokens[:6])], scheduled=[row(0, 6)])]
         steps += [
@@ -420,12 +421,12 @@ def check(
     output: RequestOutput, reference: Callable[[Sequence[int]], Tensor], *, greedy: bool
 ) -> None:
     """The log probabilities along each sequence, and greedy tokens, are the reference's."""
-    for one in output.outputs:
-        tokens = list(one.token_ids)
+    for completion in output.outputs:
+        tokens = list(completion.token_ids)
         expected = reference([*(output.prompt_token_ids or ()), *tokens])[
             -len(tokens) - 1 : -1
         ].log_softmax(-1)
-        assert_same_logits(_table(one), expected)
+        assert_same_logits(_table(completion), expected)
         if greedy:
             assert_same_tokens(tokens, expected)
 

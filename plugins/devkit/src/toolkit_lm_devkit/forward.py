@@ -7,6 +7,7 @@ backend and a cache that is new.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from toolkit_lm.attention import (
     AttentionBackend,
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchLimits,
@@ -52,30 +54,24 @@ class FormulaAttention(AttentionBackend):
     def build(self, batch: BatchView) -> Any:
         raise NotImplementedError("FormulaAttention runs without an engine")
 
-    def write_kv(
-        self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any
-    ) -> None:
+    def write_kv(self, call: AttentionCall) -> None:
         raise NotImplementedError("FormulaAttention runs without a KV cache")
 
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Any,
-        out: Tensor,
-    ) -> None:
-        assert k is not None and v is not None, (
+    def forward(self, call: AttentionCall) -> None:
+        assert call.k is not None and call.v is not None, (
             "FormulaAttention has the keys of its own tokens only"
         )
-        k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
+        layer = call.layer
+        q = call.q
+        out = call.out
+        lengths = call.metadata
+        group = layer.num_heads // layer.num_kv_heads
+        k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
         if layer.attention_type is AttentionType.CROSS:
-            assert len(meta) == 1, "FormulaAttention does not know whose keys these are"
+            assert len(lengths) == 1, "FormulaAttention does not know whose keys these are"
             self._attend(layer, q, k, v, out)
             return
-        for rows in zip(*(torch.split(x, meta) for x in (q, k, v, out)), strict=True):
+        for rows in zip(*(torch.split(x, lengths) for x in (q, k, v, out)), strict=True):
             self._attend(layer, *rows)
 
     def _attend(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -146,6 +142,19 @@ def hidden_states(
     return list(out.split(lengths))
 
 
+@torch.inference_mode()
+def assert_embeds(model: Model) -> None:
+    """Fails unless `embed_input_ids` gives what `forward` goes on with: where that takes
+    `inputs_embeds`, they give the hidden states of the tokens, bit for bit."""
+    tokens = torch.arange(3, 20)
+    embedded = model.embed_input_ids(tokens)
+    assert len(embedded) == len(tokens), f"{tuple(embedded.shape)} of {len(tokens)} tokens"
+    if "inputs_embeds" in inspect.signature(model.forward).parameters:
+        [expected] = hidden_states([model], [tokens])
+        [ours] = hidden_states([model], [torch.zeros_like(tokens)], inputs_embeds=embedded)
+        assert ours.equal(expected), "embed_input_ids gives others than forward goes on with"
+
+
 def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardContext:
     """Attention by the formula in all layers, over sequences of these lengths. Other layers have
     their own backend, and a new cache."""
@@ -161,7 +170,7 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardConte
         if not layer.needs_cache:
             bindings[layer.prefix] = Binding(backend, layer.params, None, 0)
             continue
-        spec = layer.kv_cache_spec()
+        spec = layer.keeps
         asked = layer.attention_spec(device, cached=True)
         own = layer.backend(
             GroupSetup(
@@ -224,7 +233,7 @@ def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[Batch
 
 @torch.inference_mode()
 def encoder_decoder_logits(model: Model, encoder_ids: Tensor, decoder_ids: Tensor) -> Tensor:
-    """Logits [T, V] at each token of one decoder sequence [T], beside the encoder's [E]."""
+    """Logits [T, V] at each token of one decoder sequence [T], for the encoder sequence [E]."""
     encode: Any = model.encode
     with forward_context(_by_formula([model], [len(encoder_ids)])):
         states = encode(encoder_ids, torch.arange(len(encoder_ids)))
@@ -241,11 +250,10 @@ def logits_of(stages: Sequence[Model], token_ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def pooled(stages: Sequence[Model], sequences: Sequence[Tensor], **params: Any) -> list[Tensor]:
-    """What the pooler of a pooling model makes of each of `sequences`; `params` are those of
+    """Outputs of a pooling model's pooler for each of `sequences`. `params`: those of
     PoolingParams.
 
-    Raises RequestError where the pooler refuses them.
-    """
+    Raises RequestError if the pooler refuses them."""
     rows: list[PoolingRow] = []
     start = 0
     for sequence in sequences:

@@ -18,17 +18,19 @@ from torch import Tensor
 
 
 class Generated(NamedTuple):
-    """What the engine made of some prompts."""
+    """Output of the engine for some prompts."""
 
     token_ids: list[list[int]]
     """Per prompt: its greedy output."""
     logprobs: list[Tensor]
     """Per prompt: [output tokens, V]."""
     preemptions: int
+    num_cached: Sequence[int] = ()
+    """Per prompt: its tokens that were found in the cache."""
 
 
 class Pooled(NamedTuple):
-    """What a pooling engine made of some prompts."""
+    """Output of a pooling engine for some prompts."""
 
     hidden_states: list[Tensor]
     """Per prompt: [tokens, H]."""
@@ -75,6 +77,7 @@ def generate(
         [list(c.token_ids) for c in completions],
         [logprobs_of(c, vocab_size) for c in completions],
         counter.count,
+        [output.num_cached_tokens or 0 for output in outputs],
     )
 
 
@@ -94,7 +97,7 @@ def pool(
         PoolingParams(task="token_embed", normalize=False),
         PoolingParams(task="embed", normalize=True),
     ]
-    given: list[TokensPrompt] = [
+    repeated: list[TokensPrompt] = [
         {"prompt_token_ids": list(prompt)} for prompt in prompts for _ in wishes
     ]
     cacheless = {
@@ -103,8 +106,8 @@ def pool(
         "enable_prefix_caching": False,
     }
     with LLM(str(folder), plugins=list(plugins), convert="embed", **options | cacheless) as llm:
-        outputs = llm.encode(given, wishes * len(prompts), use_tqdm=False)
-    assert [output.error for output in outputs] == [None] * len(given)
+        outputs = llm.encode(repeated, wishes * len(prompts), use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(repeated)
     found = [torch.tensor(output.outputs.data) for output in outputs]
     return Pooled(found[::2], found[1::2])
 

@@ -57,7 +57,7 @@ class Tensors:
 
 
 def _product(kernels: Kernels, x: Tensor, t: Tensors) -> Tensor:
-    """Of the linear method that the kernels give a layer. No model computes in float64."""
+    """Product of the linear method that the kernels give a layer. No model computes in float64."""
     if t.dtype is torch.float64:
         return x @ t.matrix.T
     config = VllmConfig.default(dtype=str(t.dtype).removeprefix("torch."))
@@ -111,10 +111,10 @@ class KernelsConformance(Conformance):
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
     sizes: ClassVar[Sequence[int]] = (64, 48, 7)
-    """Of what is normed and multiplied: multiples of a vector's lanes, and not."""
+    """Sizes that are normed and multiplied: some are multiples of a vector's lanes, some are
+    not."""
     bitwise: ClassVar[bool] = True
-    """A row's result has the same bits whatever is computed beside it. False: the same number, but
-    for rounding."""
+    """Whether a row's result has the same bits in any batch. False: it may differ by rounding."""
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -131,14 +131,14 @@ class KernelsConformance(Conformance):
             cls.device, dtype
         )
 
-    def assert_same(self, ours: Tensor, expected: Tensor, what: str) -> None:
+    def assert_same(self, ours: Tensor, expected: Tensor, label: str) -> None:
         rounding = (
             0.0
             if self.bitwise
             else 4 * torch.finfo(ours.dtype).eps * max(expected.abs().max().item(), 1)
         )
         torch.testing.assert_close(
-            ours, expected, atol=rounding, rtol=0, msg=lambda text: f"{what}: {text}"
+            ours, expected, atol=rounding, rtol=0, msg=lambda text: f"{label}: {text}"
         )
 
     def test_it_computes_what_torch_does(

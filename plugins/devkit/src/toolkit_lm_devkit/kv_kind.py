@@ -92,6 +92,31 @@ class KVKindConformance(Conformance):
         assert _is_count(case.lag), f"lag is {case.lag!r}, which is no number of tokens"
         assert _is_count(case.rewinds), f"rewinds is {case.rewinds!r}, which is no number of tokens"
 
+    # Snapshots
+
+    def test_snapshots_are_kept_at_borders(self, case: KVCacheSpec) -> None:
+        """Steps of a prompt end where the spec says, and a cached prefix can end there."""
+        if not case.snapshots:
+            return
+        assert not case.caches_prefixes, (
+            "snapshots are for kinds of which no block serves others: caches_prefixes is True"
+        )
+        assert not case.lag, "what trails keeps no snapshots: lag is not 0"
+        for border in (case.snapshots, 2 * case.snapshots):
+            for prompt in (1, border, border + 1, 3 * border, 3 * border + 2):
+                start = 0
+                while stop := case.stops_at(start, prompt, border):
+                    assert start < stop <= prompt, (
+                        f"stops_at({start}, {prompt}, {border}) is {stop}, which the step does "
+                        "not reach"
+                    )
+                    assert stop % border == 0, (
+                        f"stops_at({start}, {prompt}, {border}) is {stop}, which is no border"
+                    )
+                    start = stop
+        length = 16 * case.snapshots
+        assert case.stops_at(0, length + 1, case.snapshots), "no snapshot is ever kept"
+
     # A page
 
     def test_a_page_has_bytes(self, case: KVCacheSpec) -> None:
@@ -104,8 +129,8 @@ class KVKindConformance(Conformance):
         assert self.backend is not None
         layout = self.backend.page_layout(laid_out)
         filled = sum(
-            torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta").nbytes
-            for one in layout
+            torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta").nbytes
+            for tensor in layout
         )
         assert filled == laid_out.page_bytes, (
             f"the tensors of a page have {filled} bytes, and the page {laid_out.page_bytes}"

@@ -68,13 +68,14 @@ class KVTierConformance(Conformance):
     # The worker's half
 
     def test_what_is_stored_comes_back(self, worker: Worker) -> None:
-        """Of each group, under several keys, into other blocks; and a second time."""
+        """Blocks of each group are stored under several keys and loaded into other blocks,
+        twice."""
         for group in (0, 1):
             held = {key: worker.fill(group, block) for block, key in enumerate(self.keys)}
             worker.store(group, list(held))
             for _ in range(2):
                 worker.fill(group, 0)
-                assert worker.load(group, list(held), first=4) == ""
+                assert worker.load(group, list(held), first=4)
                 for block, content in enumerate(held.values()):
                     assert worker.read(group, 4 + block) == content, f"group {group}"
 
@@ -83,7 +84,7 @@ class KVTierConformance(Conformance):
         before = worker.fill(0, 0)
         worker.store(0, [self.keys[0]])
         worker.fill(0, 0)
-        assert worker.load(0, [self.keys[0]], first=5) == ""
+        assert worker.load(0, [self.keys[0]], first=5)
         assert worker.read(0, 5) == before
 
     def test_what_is_stored_again_is_the_last(self, worker: Worker) -> None:
@@ -92,7 +93,7 @@ class KVTierConformance(Conformance):
         worker.drop(1, self.keys[0])
         last = worker.fill(1, 0)
         worker.store(1, [self.keys[0]])
-        assert worker.load(1, [self.keys[0]], first=3) == ""
+        assert worker.load(1, [self.keys[0]], first=3)
         assert worker.read(1, 3) == last
 
     def test_what_is_not_there_is_a_miss(self, worker: Worker) -> None:
@@ -101,8 +102,29 @@ class KVTierConformance(Conformance):
             pytest.skip("its places are given by who asks")
         before = worker.fill(0, 6)
         worker.drop(0, _digest(999))
-        assert worker.load(0, [_digest(999)], first=6)
+        assert not worker.load(0, [_digest(999)], first=6)
         assert worker.read(0, 6) == before
+
+    @pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+    def test_ranks_keep_bytes_of_their_own(self, ranks: str) -> None:
+        """Two ranks store their shares of the same blocks, under the same keys. A stage of a
+        pipeline may have no layer of a group: its blocks have no bytes."""
+        sizes: dict[str, Any] = {ranks: 2}
+        config = VllmConfig.default(**sizes)
+        layers = ("a", "bc") if ranks == "pipeline_parallel_size" else ("abc", "abc")
+        workers = [
+            Worker(self.kv_cache().of_layers(own), self.store, self.options, config.with_rank(rank))
+            for rank, own in enumerate(layers)
+        ]
+        for group in (0, 1):
+            held = [worker.fill(group, 0) for worker in workers]
+            for worker in workers:
+                worker.store(group, [self.keys[0]])
+            for worker, content in zip(workers, held, strict=True):
+                assert worker.load(group, [self.keys[0]], first=4)
+                assert worker.read(group, 4) == content, f"group {group}: another rank's bytes"
+        for worker in workers:
+            worker.transfers.close()
 
     # The scheduler's half
 
@@ -111,8 +133,8 @@ class KVTierConformance(Conformance):
         kept = set(scheduler.evicted(offered))
         assert kept <= set(offered)
         for group, number in ((0, 4), (1, 1)):
-            digests = [_digest(one) for one in range(number)]
-            there = [(group, one) in kept for one in digests]
+            digests = [_digest(number) for number in range(number)]
+            there = [(group, digest) in kept for digest in digests]
             leading = there.index(False) if False in there else number
             assert scheduler.find(group, digests) == leading
             assert scheduler.find(group, [_digest(77), *digests]) == 0
@@ -144,14 +166,14 @@ class KVTierConformance(Conformance):
                 else:
                     held[group, digest] = worker.fill(group, block)
             kept = scheduler.evicted(list(blocks))
-            for one in scheduler.dropped():
-                worker.drop(*one)
+            for dropped_block in scheduler.dropped():
+                worker.drop(*dropped_block)
             for group, digest in kept:
                 worker.store(group, [digest], first=blocks[group, digest])
             group, digest = rng.choice(list(held))
             if scheduler.find(group, [digest]):
                 scheduler.load(group, [digest])
-                assert worker.load(group, [digest], first=7) == ""
+                assert worker.load(group, [digest], first=7)
                 assert worker.read(group, 7) == held[group, digest]
 
     def test_its_module_imports_no_torch(self) -> None:
@@ -159,7 +181,7 @@ class KVTierConformance(Conformance):
         if self.tier is None:
             pytest.skip("it has no half in the scheduler")
         code = f"import sys, {self.tier.__module__}; sys.exit('torch' in sys.modules)"
-        path = os.pathsep.join(one for one in sys.path if one)
+        path = os.pathsep.join(path for path in sys.path if path)
         # The words are our own.
         ran = subprocess.run(  # nosec B603
             [sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": path}
@@ -176,11 +198,21 @@ class KVTierConformance(Conformance):
 class Worker:
     """A store, and blocks on a device."""
 
-    def __init__(self, kv_cache: KVCacheConfig, store: type[KVTierStore], options: Any) -> None:
+    _seeds = count(1)
+    """Each worker's bytes are others."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheConfig,
+        store: type[KVTierStore],
+        options: Any,
+        config: VllmConfig | None = None,
+    ) -> None:
+        """`config`: that of a rank; None: of an engine with one."""
         self.cache = KVCache(kv_cache, torch.device("cpu"))
-        made = store(VllmConfig.default(), kv_cache, options=options)
+        made = store(config or VllmConfig.default(), kv_cache, options=options)
         self.transfers = Transfers(self.cache, {"mine": made})
-        self._random = random.Random(1)  # nosec B311
+        self._random = random.Random(next(self._seeds))  # nosec B311
         self._tickets = count(1)
 
     def fill(self, group: int, block: int) -> bytes:
@@ -193,7 +225,7 @@ class Worker:
         self.cache.block(group, block).write(content, checked=False)
 
     def read(self, group: int, block: int) -> bytes:
-        """What a block holds."""
+        """Bytes of a block."""
         target = bytearray(self.cache.block(group, block).num_bytes)
         self.cache.block(group, block).read_into(target)
         return bytes(target)
@@ -206,13 +238,14 @@ class Worker:
     def drop(self, group: int, key: TierKey) -> None:
         self.transfers.run(StepPlan(tiers=TierWork(dropped=[TierBlock("mine", group, key, -1)])))
 
-    def load(self, group: int, keys: Sequence[TierKey], first: int) -> str:
-        """Loads a block for each key, from `first` on. Returns what went wrong, or ""."""
+    def load(self, group: int, keys: Sequence[TierKey], first: int) -> bool:
+        """Loads a block for each key, from `first` on. Returns whether all have arrived."""
         blocks = [TierBlock("mine", group, key, first + i) for i, key in enumerate(keys)]
         ticket = next(self._tickets)
-        ended = self.transfers.run(StepPlan(tiers=TierWork(loads=[TierLoad(ticket, blocks)])))
+        work = TierWork(loads=[TierLoad(ticket, blocks)], loading=[ticket])
+        ended = self.transfers.run(StepPlan(tiers=work))
         until = time.monotonic() + _WAIT
         while ticket not in ended:
             assert time.monotonic() < until, f"a load has not ended within {_WAIT:.0f} s"
-            ended |= self.transfers.run(StepPlan(tiers=TierWork(waits=True)))
+            ended = self.transfers.run(StepPlan(tiers=TierWork(loading=[ticket], waits=True)))
         return ended[ticket]

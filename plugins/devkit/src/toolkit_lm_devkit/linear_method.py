@@ -10,16 +10,17 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import (
     ColumnParallelLinear,
+    Epilogue,
     LayerKind,
     LinearBase,
     LinearSpec,
     MergedColumnParallelLinear,
     ParallelLMHead,
-    Part,
     QKVParallelLinear,
     Quantization,
     ReplicatedLinear,
     RowParallelLinear,
+    Shard,
     VocabParallelEmbedding,
     construction,
     torch_dtype,
@@ -42,13 +43,13 @@ TOLERANCE = 1e-5
 
 
 def _expert(config: VllmConfig, name: str) -> LinearBase:
-    inner = Part.even(OUTPUTS, config.parallel, "outputs")
+    inner = Shard.even(OUTPUTS, config.parallel, "outputs")
     dtype = torch_dtype(config.model.dtype)
     return LinearBase(
         LinearSpec(
             kind="experts",
             prefix=name,
-            inputs=Part.whole(INPUTS),
+            inputs=Shard.whole(INPUTS),
             outputs=(inner, inner),
             dtype=dtype,
         )
@@ -110,7 +111,7 @@ class LinearMethodConformance(Conformance):
 
     quantization: ClassVar[type[Quantization]]
     quantization_config: ClassVar[Mapping[str, Any]] = {}
-    """What checkpoints state; empty where weights are quantized while they are loaded."""
+    """Quantization config of checkpoints; empty if weights are quantized while they are loaded."""
     kinds: ClassVar[Sequence[LayerKind]] = ("linear",)
     """The kinds of layers that it has methods for."""
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
@@ -120,12 +121,12 @@ class LinearMethodConformance(Conformance):
 
     @classmethod
     def name(cls, layer: str) -> str:
-        """What the checkpoint calls a layer: its `LinearSpec.prefix`."""
+        """Name of a layer in the checkpoint: its `LinearSpec.prefix`."""
         return {"embedding": "model.embed_tokens", **NAMES, **cls.names}[layer]
 
     def stored(self, weight: Tensor) -> Mapping[str, Tensor]:
-        """What a checkpoint holds for a weight [outputs, inputs] float32: the layer's parameter ->
-        tensor."""
+        """Stored form of a weight [outputs, inputs] float32 in a checkpoint: the layer's parameter
+        -> tensor."""
         return {"weight": weight}
 
     def dequantized(self, weight: Tensor) -> Tensor:
@@ -174,15 +175,15 @@ class LinearMethodConformance(Conformance):
         return made
 
     def pieces(self, layer: LinearBase) -> list[Tensor]:
-        """The checkpoint's weights of a layer: one for each part of its outputs."""
+        """The checkpoint's weights of a layer: one for each shard of its outputs."""
         inputs = layer.spec.inputs.full
         return [
-            torch.randn(part.full, inputs, generator=_generator(i)) * inputs**-0.5
-            for i, part in enumerate(layer.spec.outputs)
+            torch.randn(shard.full, inputs, generator=_generator(i)) * inputs**-0.5
+            for i, shard in enumerate(layer.spec.outputs)
         ]
 
     def weight(self, layer: LinearBase) -> Tensor:
-        """What the whole layer multiplies with, in float32."""
+        """Weight of the whole layer, in float32."""
         return torch.cat([self.dequantized(piece) for piece in self.pieces(layer)])
 
     def test_the_product_is_that_of_the_dequantized_weight(
@@ -212,8 +213,8 @@ class LinearMethodConformance(Conformance):
     def test_a_row_is_computed_alike_whatever_is_beside_it(
         self, layer: str, dtype: torch.dtype
     ) -> None:
-        """Also beside rows that are a thousand times as large, or all zeros: what a request gets
-        does not depend on the others."""
+        """Other rows may be a thousand times as large, or all zeros: a request's result does not
+        depend on the others."""
         made = self.make(layer, dtype=dtype)
         sizes = (
             torch.ones(33)
@@ -239,16 +240,16 @@ class LinearMethodConformance(Conformance):
         plain = made.method.apply(x, made.bias)
         before = residual.clone()
         torch.testing.assert_close(
-            made.method.apply(x, made.bias, residual=residual),
+            made.method.apply(x, made.bias, Epilogue(residual=residual)),
             plain + residual,
             atol=TOLERANCE,
             rtol=0,
         )
         assert torch.equal(residual, before), "the residual is changed"
         for name, function in (("gelu", F.gelu), ("silu", F.silu)):
-            ours = made.method.apply(x, made.bias, activation=name)
+            ours = made.method.apply(x, made.bias, Epilogue(name))
             torch.testing.assert_close(ours, function(plain), atol=TOLERANCE, rtol=0)
-            ours = made.method.apply(x, made.bias, activation=name, gated=True)
+            ours = made.method.apply(x, made.bias, Epilogue(name, gated=True))
             first, up = plain.chunk(2, dim=-1)
             torch.testing.assert_close(ours, function(first) * up, atol=TOLERANCE, rtol=0)
 
@@ -270,10 +271,10 @@ class LinearMethodConformance(Conformance):
             ).sum(0)
             torch.testing.assert_close(total, expected, atol=TOLERANCE, rtol=0)
             return
-        outputs = torch.split(expected, [part.full for part in whole.spec.outputs], dim=-1)
+        outputs = torch.split(expected, [shard.full for shard in whole.spec.outputs], dim=-1)
         for shard in shards:
             mine = torch.cat(
-                [_share(out, part) for out, part in zip(outputs, shard.spec.outputs, strict=True)],
+                [_share(out, own) for out, own in zip(outputs, shard.spec.outputs, strict=True)],
                 dim=-1,
             )
             torch.testing.assert_close(shard.method.apply(x, None), mine, atol=TOLERANCE, rtol=0)
@@ -308,7 +309,8 @@ class LinearMethodConformance(Conformance):
         rows = embedding(torch.arange(VOCABULARY))
         x = torch.randn(4, INPUTS)
         assert any(
-            torch.allclose(rows, one, atol=TOLERANCE) for one in (weight, self.dequantized(weight))
+            torch.allclose(rows, expected, atol=TOLERANCE)
+            for expected in (weight, self.dequantized(weight))
         )
         torch.testing.assert_close(head(x), x @ rows.T, atol=TOLERANCE, rtol=0)
 
@@ -330,10 +332,10 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _full(parts: Sequence[Part]) -> int:
-    return sum(part.full for part in parts)
+def _full(shards: Sequence[Shard]) -> int:
+    return sum(shard.full for shard in shards)
 
 
-def _share(x: Tensor, part: Part) -> Tensor:
-    """[..., part.full] -> [..., part.size]."""
-    return x[..., part.start : part.start + part.size]
+def _share(x: Tensor, shard: Shard) -> Tensor:
+    """[..., shard.full] -> [..., shard.size]."""
+    return x[..., shard.start : shard.start + shard.size]

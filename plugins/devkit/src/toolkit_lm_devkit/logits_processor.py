@@ -30,7 +30,7 @@ _DRAWS = 12
 
 
 class LetterRenderer:
-    """What `prepare` needs of a renderer: a token per byte of a text."""
+    """The part of a renderer that `prepare` needs: one token per byte of a text."""
 
     vocab_size = 256
     config = VllmConfig.default({"vocab_size": 256})
@@ -69,7 +69,7 @@ class LogitsProcessorConformance(Conformance):
         wrong = cls.wrong
         return {
             "case": {str(case): case for case in cases},
-            "given": {str(given): given for given in wrong},
+            "arguments": {str(arguments): arguments for arguments in wrong},
         }
 
     # The front half
@@ -92,10 +92,10 @@ class LogitsProcessorConformance(Conformance):
         arguments = self.arguments(case)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(arguments)) == arguments
 
-    def test_what_is_wrong_is_refused_by_its_name(self, given: Mapping[str, Any]) -> None:
+    def test_what_is_wrong_is_refused_by_its_name(self, arguments: Mapping[str, Any]) -> None:
         with pytest.raises(RequestError) as error:
-            self.arguments(given)
-        assert error.value.param in given
+            self.arguments(arguments)
+        assert error.value.param in arguments
 
     # The half in the sampler
 
@@ -165,7 +165,7 @@ class LogitsProcessorConformance(Conformance):
         for step in range(_DRAWS):
             table.begin(*users)
             drawn, other = (
-                self.draw(self.logits(step), one).token_ids for one in (rows, unprepared)
+                self.draw(self.logits(step), selected).token_ids for selected in (rows, unprepared)
             )
             assert drawn == other, "begin() changes what is drawn"
             wrong = [
@@ -174,11 +174,11 @@ class LogitsProcessorConformance(Conformance):
                 if coming.get(key, [token_id])[0] != token_id
             ]
             assert not wrong, "another token is drawn than drafts() said"
-            for one in (rows, unprepared):
-                one.history.append(np.arange(_ROWS), drawn)
-                one.position += 1
-            said = table.drafts(*users)
-            coming = {key: left for key, tokens in coming.items() if (left := tokens[1:])} | said
+            for selected in (rows, unprepared):
+                selected.history.append(np.arange(_ROWS), drawn)
+                selected.position += 1
+            drafted = table.drafts(*users)
+            coming = {key: left for key, tokens in coming.items() if (left := tokens[1:])} | drafted
 
     def test_a_sequence_leaves(self, case: Mapping[str, Any]) -> None:
         made = self.processor(VllmConfig.default(), torch.device("cpu"))
@@ -186,20 +186,20 @@ class LogitsProcessorConformance(Conformance):
         for _ in range(2):
             made.add(row, self.arguments(case), {})
             made.remove(row.key)
-        # As where `add` has raised.
+        # The same as if `add` had raised.
         made.remove(row.key + 1)
 
-    # What the tests are made of
+    # Data of the tests
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What `prepare` makes of parameters. Raises RequestError."""
+    def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that `prepare` makes of parameters. Raises RequestError."""
         try:
-            arguments = self.params(**given).prepare(LetterRenderer())
+            arguments = self.params(**parameters).prepare(LetterRenderer())
         except RequestError as error:
-            raise RequestError(str(error), error.param or next(iter(given))) from error
+            raise RequestError(str(error), error.param or next(iter(parameters))) from error
         except ValueError as error:
-            raise RequestError(str(error), next(iter(given))) from error
-        assert arguments is not None, f"{given} does not turn the processor on"
+            raise RequestError(str(error), next(iter(parameters))) from error
+        assert arguments is not None, f"{parameters} does not turn the processor on"
         return dict(arguments)
 
     def rows(
@@ -236,7 +236,7 @@ class LogitsProcessorConformance(Conformance):
         )
 
     def values(self) -> Tensor:
-        """What the processor's stage gets."""
+        """Input of the processor's stage."""
         return (
             self.logits()
             if self.processor.stage == "logits"
@@ -249,11 +249,11 @@ class LogitsProcessorConformance(Conformance):
         views = [rows.processor_row(i) for i in range(_ROWS)]
         for row in views:
             made.add(row, self.arguments(case), {})
-        given = values.clone()
-        found = made.apply(given, views)
+        original = values.clone()
+        found = made.apply(original, views)
         assert (found.shape, found.dtype) == (values.shape, torch.float32)
         if self.processor.atomic:
-            assert found is given, "an atomic processor works in place"
+            assert found is original, "an atomic processor works in place"
             assert (found < torch.inf).all(), "an atomic processor makes no NaN and no infinity"
         return found
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +13,11 @@ import pytest
 import torch
 from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import Checkpoint, VllmConfig
-from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.model import (
     FusibleLayer,
     Kernels,
-    LinearBase,
     Model,
     Sources,
     check_constructor,
@@ -30,12 +28,13 @@ from toolkit_lm.resolution import read_checkpoint
 from toolkit_lm_weights.safetensors import CheckpointWeights
 from torch import Tensor
 
-from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.equality import assert_same_logits, assert_same_tokens
-from toolkit_lm_devkit.forward import load_checkpoint, logits_of
+from toolkit_lm_devkit.forward import assert_embeds, load_checkpoint, logits_of
 from toolkit_lm_devkit.generation import Generated, generate, pool
 from toolkit_lm_devkit.sharding import assert_shards, is_sharded
 from toolkit_lm_devkit.thread_ranks import run_ranks
+from toolkit_lm_devkit.warm_states import WarmStates
+from toolkit_lm_devkit.weight_names import WeightNames
 
 Reference = Callable[[Sequence[int]], Tensor]
 """Token ids of one sequence -> logits [T, V] at each of them."""
@@ -60,7 +59,7 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of VllmConfig that every engine gets."""
     plugins: Sequence[object] = ()
-    """Plugins from code, beside those that are installed."""
+    """Plugins from code, in addition to the installed ones."""
 
     @cached_property
     def loaded(self) -> Plugins:
@@ -69,7 +68,7 @@ class Subject:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """What the engine reads of it."""
+        """The checkpoint as the engine reads it."""
         return read_checkpoint(VllmConfig.make(model=str(self.folder), **self.options), self.loaded)
 
     @cached_property
@@ -85,7 +84,7 @@ class Subject:
         return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
 
 
-class ModelConformance(Conformance):
+class ModelConformance(WarmStates, WeightNames):
     """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in
     `make_checkpoint`.
 
@@ -190,7 +189,7 @@ class ModelConformance(Conformance):
         )
 
     def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
-        # As a user who gives no length has it: the checkpoint's own, where it has one.
+        # A user who gives no length gets the checkpoint's own, if it has one.
         has_length = bool(first.loaded.models.get(first.checkpoint.architecture).length_keys)
         unstated = {
             "max_model_len": None if has_length else self.max_model_len,
@@ -215,8 +214,7 @@ class ModelConformance(Conformance):
     def test_fused_layers_compute_what_their_modules_do(
         self, subjects: Callable[[str], Subject], variant: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where kernels compute layers in one call, the results are those of the layers'
-        modules."""
+        """Layers that kernels compute in one call give the results of their modules."""
         self.check_fusing(subjects(variant), monkeypatch)
 
     def check_fusing(self, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +227,8 @@ class ModelConformance(Conformance):
             if (call := layer.fused) is None:
                 return
 
-            def watched(*given: Any) -> tuple[Tensor, Tensor] | None:
-                if (done := call(*given)) is not None:
+            def watched(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+                if (done := call(*arguments)) is not None:
                     fused.add(type(layer).__name__)
                 return done
 
@@ -243,11 +241,11 @@ class ModelConformance(Conformance):
                 return
             patch.setattr(FusibleLayer, "fuse", lambda layer, kernels: None)
             theirs = self.generate_all(subject, block_size=FUSED_BLOCK_SIZE)
-        what = (
+        label = (
             f"{', '.join(sorted(fused))}: the layer in one call of kernels, by its `parts`, is "
             "not what its modules compute"
         )
-        for tokens, others, one, other in zip(
+        for tokens, others, logprob, other in zip(
             ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True
         ):
             # After the first other token it is another text.
@@ -258,8 +256,8 @@ class ModelConformance(Conformance):
                 )
                 + 1
             )
-            worst = (one[:same] - other[:same]).abs().max().item()
-            assert worst <= FUSED_TOLERANCE, f"{what}: logits differ by {worst:.3g}"
+            worst = (logprob[:same] - other[:same]).abs().max().item()
+            assert worst <= FUSED_TOLERANCE, f"{label}: logits differ by {worst:.3g}"
 
     def test_pooling_without_a_cache(
         self, subjects: Callable[[str], Subject], variant: str
@@ -351,7 +349,7 @@ class ModelConformance(Conformance):
         specs = {
             layer.prefix: spec
             for layer in layers
-            if layer.shares_with is None and (spec := layer.kv_cache_spec())
+            if layer.shares_with is None and (spec := layer.keeps)
         }
         return plan_groups(specs, dict.fromkeys(specs, "auto"))
 
@@ -391,9 +389,11 @@ class ModelConformance(Conformance):
         assert any(is_sharded(models[1]).values()), f"{ranks} ranks hold all of every weight"
         assert_shards(models[0], models[1:])
 
+    def test_embeds_its_tokens(self, first: Subject) -> None:
+        assert_embeds(load_checkpoint(self.model_class(first), first.folder, plugins=first.loaded))
+
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
-        """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give
-        the logits of one rank."""
+        """Ranks with a shard each, in `pipeline_stages` stages, give the logits of one rank."""
         model_class = self.model_class(first)
         tokens = torch.tensor(self.prompts(first)[0])
         expected = logits_of(
@@ -422,64 +422,3 @@ class ModelConformance(Conformance):
             assert (ours - expected).abs().max() <= 1e-4, (
                 f"rank {rank} of {ranks}, in {stages} stages, gives other logits than one alone"
             )
-
-    def test_layers_know_what_the_checkpoint_calls_their_weights(
-        self, subjects: Callable[[str], Subject], variant: str
-    ) -> None:
-        """`LinearSpec.sources`, by which a quantization finds what a checkpoint says of a layer."""
-        subject = subjects(variant)
-        names = CheckpointWeights(subject.folder).names()
-        modules = {name.rpartition(".")[0] for name in names}
-        for name, layer in self.make_model(subject).named_modules():
-            # The weight of an embedding may stand for that of a head.
-            if isinstance(layer, LinearBase) and layer.spec.kind != "lm_head":
-                unknown = [one for one in layer.spec.sources if one not in modules]
-                assert not unknown, f"{name}: the checkpoint has no {', '.join(unknown)}"
-
-    def test_missing_weights_are_refused_by_name(self, first: Subject) -> None:
-        for name in self.checked_weights(first):
-            kept = [
-                (other, tensor)
-                for other, tensor in CheckpointWeights(first.folder)
-                if other != name
-            ]
-            self.assert_refused(first, kept, name)
-
-    def test_unexpected_weights_are_refused_by_name(self, first: Subject) -> None:
-        weights = list(CheckpointWeights(first.folder))
-        self.assert_refused(
-            first, [*weights, ("of.nobody.weight", weights[0][1])], "of.nobody.weight"
-        )
-
-    def test_misshaped_weights_are_refused_by_name(self, first: Subject) -> None:
-        for name in self.checked_weights(first):
-            grown = [
-                (n, torch.cat([t, t[:1]]) if n == name else t)
-                for n, t in CheckpointWeights(first.folder)
-            ]
-            self.assert_refused(first, grown, name)
-
-    def checked_weights(self, subject: Subject) -> Iterator[str]:
-        """The checkpoint's tensors that the model does not state to pass over."""
-        ignored = self.model_class(subject).ignored
-        for name, _ in CheckpointWeights(subject.folder):
-            if not any(re.search(pattern, name) for pattern in ignored):
-                yield name
-
-    def assert_refused(
-        self, subject: Subject, weights: list[tuple[str, Tensor]], name: str
-    ) -> None:
-        """Loading raises CheckpointError, which names the tensor, or at least the module that it
-        belongs to."""
-        model = self.make_model(subject)
-        renamed = name
-        for pattern, replacement in type(model).renames:
-            renamed = re.sub(pattern, replacement, renamed)
-        with pytest.raises(CheckpointError) as caught:
-            model.load_weights(weights)
-        # A packed tensor is reported by its parts: "...self_attn.q_proj.weight" for
-        # "...self_attn.qkv_proj.weight".
-        module = renamed.rpartition(".")[0].rpartition(".")[0] or renamed
-        assert module in str(caught.value), (
-            f"the error about {name!r} does not name it: {caught.value}"
-        )

@@ -22,9 +22,9 @@ class MultimodalReference(Protocol):
     """A checkpoint, and what transformers makes of it."""
 
     folder: Path
-    """Of the checkpoint, with all that a renderer reads."""
+    """Folder of the checkpoint, with all files that a renderer reads."""
     mark: str
-    """What stands for an item in a text."""
+    """Text of an item's placeholder."""
     model: Any
     """It is called with what `inputs` gives, and has then `logits` [1, T, V]."""
 
@@ -32,7 +32,7 @@ class MultimodalReference(Protocol):
         """Items of mixed sizes, 2 to 30 tokens each."""
 
     def inputs(self, text: str, items: Sequence[Any]) -> dict[str, Tensor]:
-        """What the reference's own processor makes of a prompt: `input_ids` [1, T], and the
+        """Inputs that the reference's own processor makes of a prompt: `input_ids` [1, T], and the
         rest."""
 
     def greedy(self, text: str, items: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
@@ -40,13 +40,13 @@ class MultimodalReference(Protocol):
 
 
 class MultimodalConformance(Conformance):
-    """Subclass it as `class TestMine(MultimodalConformance)` beside a fixture `reference` of the
-    module -> MultimodalReference."""
+    """Subclass it as `class TestMine(MultimodalConformance)` in a module with a fixture `reference`
+    -> MultimodalReference."""
 
     modality: ClassVar[str]
-    """As prompts name it: `image`, `audio`."""
+    """Name of the modality in prompts: `image`, `audio`."""
     hidden_size: ClassVar[int] = 64
-    """Of an item's embeddings."""
+    """Size of an item's embeddings."""
     max_tokens: ClassVar[int] = 12
     engine_options: ClassVar[Mapping[str, Any]] = {
         "device": "cpu",
@@ -63,14 +63,13 @@ class MultimodalConformance(Conformance):
     """With as many items as places."""
 
     def num_scarce_blocks(self, reference: MultimodalReference) -> int | None:
-        """Blocks of 4 that hold the longest of the prompts of `test_preempted_prompts`, and not all
-        of them. None: there is no such number.
+        """Blocks of 4 that hold the longest prompt of `test_preempted_prompts`, but not all of its
+        prompts. None if no number does.
 
-        The engine asks for room without windows, which sliding windows do not fill.
-        """
+        The engine reserves room without regard to sliding windows, which do not fill it."""
         return 26
 
-    # What the tests share
+    # Data that the tests share
 
     @property
     def params(self) -> SamplingParams:
@@ -97,7 +96,9 @@ class MultimodalConformance(Conformance):
     ) -> list[int]:
         """The tokens of prompts, and those drawn, are the reference's. Returns how many tokens came
         from the prefix cache, of each."""
-        outputs = llm.generate([self.prompt(*one) for one in asked], self.params, use_tqdm=False)
+        outputs = llm.generate(
+            [self.prompt(*arguments) for arguments in asked], self.params, use_tqdm=False
+        )
         for output, (text, items) in zip(outputs, asked, strict=True):
             assert (output.prompt_token_ids, list(output.outputs[0].token_ids)) == reference.greedy(
                 text, items, self.max_tokens
@@ -154,14 +155,17 @@ class MultimodalConformance(Conformance):
             (f"{i} {reference.mark} is? {'o' * i}{reference.mark}", items[2 * i : 2 * i + 2])
             for i in range(4)
         ]
-        expected = [reference.greedy(*one, count)[1] for one in asked]
+        expected = [reference.greedy(*arguments, count)[1] for arguments in asked]
         scarce = self.num_scarce_blocks(reference)
         if scarce is None:
             pytest.skip("its sliding windows leave room for all of the prompts")
         options = {"num_kv_blocks": scarce, "max_model_len": 96, "block_size": 4}
         with self.engine(reference, plugins=[preemptions], **options) as llm:
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-            assert self.drawn(llm, [self.prompt(*one) for one in asked], params) == expected
+            assert (
+                self.drawn(llm, [self.prompt(*arguments) for arguments in asked], params)
+                == expected
+            )
         assert preemptions.count
 
     def test_in_a_process_of_its_own(self, reference: MultimodalReference) -> None:
@@ -180,7 +184,7 @@ class MultimodalConformance(Conformance):
         )
         with self.engine(reference, max_num_batched_tokens=25) as llm:
             [output] = llm.generate([self.prompt(text, items)], nearly_greedy, use_tqdm=False)
-        assert [list(one.token_ids) for one in output.outputs] == [expected] * 3
+        assert [list(completion.token_ids) for completion in output.outputs] == [expected] * 3
 
     def test_logprobs_of_prompts(self, reference: MultimodalReference) -> None:
         """At every token, those of items too: in steps that end anywhere."""
@@ -199,9 +203,9 @@ class MultimodalConformance(Conformance):
                 ].prompt_logprobs
             assert found is not None
             of_tokens = [
-                dict(one)[token].logprob
-                for one, token in zip(found[1:], tokens[1:].tolist(), strict=True)
-                if one is not None
+                dict(computed)[token].logprob
+                for computed, token in zip(found[1:], tokens[1:].tolist(), strict=True)
+                if computed is not None
             ]
             assert of_tokens == pytest.approx(expected, abs=1e-3)
 

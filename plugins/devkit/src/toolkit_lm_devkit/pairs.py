@@ -40,7 +40,7 @@ def all_pairs(
     missing = set().union(*(covered for _, covered in pool))
     chosen = []
     while missing:
-        best, covered = max(pool, key=lambda one: len(one[1] & missing))
+        best, covered = max(pool, key=lambda pair: len(pair[1] & missing))
         chosen.append(best)
         missing -= covered
     return chosen

@@ -31,7 +31,7 @@ COURSES: Mapping[str, Mapping[str, Any]] = {
 }
 """Options under which tokens are the same."""
 Tokens = list[list[int]]
-"""Of a request's sequences."""
+"""Token ids of each sequence of a request."""
 
 
 class PartConformance(Conformance):
@@ -74,7 +74,7 @@ class PartConformance(Conformance):
     def alone(cls, checkpoint: str, options: Mapping[str, Any]) -> list[Tokens]:
         """The tokens of each request by itself, without a cached prefix."""
         with cls.llm(checkpoint, options, enable_prefix_caching=False) as llm:
-            return [cls.ask(llm, [one])[0] for one in cls.requests()]
+            return [cls.ask(llm, [request])[0] for request in cls.requests()]
 
     def test_only_the_workers_half_imports_torch(self) -> None:
         entry = self.registry().get(self.part)
@@ -82,7 +82,7 @@ class PartConformance(Conformance):
             target.partition(":")[0] for half, target in entry.halves.items() if half != "worker"
         }
         code = f"import sys, {', '.join(sorted(modules)) or 'os'}; sys.exit('torch' in sys.modules)"
-        path = os.pathsep.join(one for one in sys.path if one)
+        path = os.pathsep.join(path for path in sys.path if path)
         # The words are our own.
         ran = subprocess.run(  # nosec B603
             [sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": path}
@@ -119,27 +119,28 @@ class PartConformance(Conformance):
         """All requests at once, and once more, where prefixes are cached."""
         requests = self.requests()
         with self.llm(checkpoint, options, **course) as llm:
-            for what in ("beside others", "after others"):
+            for order in ("beside others", "after others"):
                 for request, tokens, own in zip(
                     requests, self.ask(llm, requests), alone, strict=True
                 ):
                     assert tokens == own, (
-                        f"{request[2] or 'a request without a share'}: other tokens {what} than "
+                        f"{request[2] or 'a request without a share'}: other tokens {order} than "
                         "alone"
                     )
 
     def test_sequences_that_have_left_are_forgotten(
         self, checkpoint: str, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The engine tells of each that leaves: `remove` undoes what `add` has done."""
+        """The engine calls `remove` for each sequence that leaves: this undoes the effect of
+        `add`."""
         if "worker" not in self.registry().get(self.part).halves:
             pytest.skip("it has no half on the workers")
         kind: type[StepPart] = self.registry().load_half(self.part, "worker")
         parts: list[StepPart] = []
         make = kind.__init__
 
-        def made(part: StepPart, *arguments: Any, **given: Any) -> None:
-            make(part, *arguments, **given)
+        def made(part: StepPart, *arguments: Any, **keywords: Any) -> None:
+            make(part, *arguments, **keywords)
             parts.append(part)
 
         monkeypatch.setattr(kind, "__init__", made)
@@ -158,7 +159,7 @@ class PartConformance(Conformance):
     def test_unknown_sequences_are_no_error(
         self, checkpoint: str, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A sequence may be added twice, and one that nobody has heard of may leave."""
+        """A sequence may be added twice, and an unknown one may leave."""
         if "worker" not in self.registry().get(self.part).halves:
             pytest.skip("it has no half on the workers")
         kind: type[StepPart] = self.registry().load_half(self.part, "worker")
@@ -174,7 +175,7 @@ class PartConformance(Conformance):
         with self.llm(checkpoint, options) as llm:
             assert self.ask(llm, [request])[0]
 
-    # What the tests are made of
+    # Data of the tests
 
     @classmethod
     def sizes(cls, parts: Sequence[StepPart]) -> Counter[str]:
@@ -204,7 +205,7 @@ class PartConformance(Conformance):
         requests: Sequence[tuple[list[int], Mapping[str, Any], Mapping[str, Any]]],
     ) -> list[Tokens]:
         """The tokens of each request."""
-        prompts: list[TokensPrompt] = [{"prompt_token_ids": one} for one, _, _ in requests]
+        prompts: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         params = [
             SamplingParams(
                 max_tokens=8,
@@ -218,7 +219,7 @@ class PartConformance(Conformance):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for output in outputs:
             assert output.error is None, output.error
-        return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+        return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -26,7 +26,7 @@ pytest.register_assert_rewrite(
 
 
 class Finished(NamedTuple):
-    """What a run of `toolkit` left."""
+    """Result of a run of `toolkit`."""
 
     code: int
     """Its exit code."""

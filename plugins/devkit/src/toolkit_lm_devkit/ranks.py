@@ -22,7 +22,7 @@ from toolkit_lm_devkit.forward import hidden_states, load_checkpoint, logits_of
 
 
 class Computed(NamedTuple):
-    """What a rank computes of a checkpoint, whose model is a class of an importable module."""
+    """Model and checkpoint for a rank to compute. The model is a class of an importable module."""
 
     model_class: type[Model]
     folder: Path
@@ -44,8 +44,8 @@ def logits_of_ranks(
 def hidden_states_of_ranks(
     models: Sequence[Computed], sequences: Sequence[Tensor], *, ranks: int = 2, **options: Any
 ) -> list[list[Tensor]]:
-    """As `logits_of_ranks`, but the hidden states [T, H] of `sequences`, token ids, which are one
-    after the other in T."""
+    """Hidden states [T, H] of each rank for `sequences` of token ids, concatenated in T. Otherwise
+    like `logits_of_ranks`."""
     return _run(models, sequences, ranks, "hidden states", options)
 
 

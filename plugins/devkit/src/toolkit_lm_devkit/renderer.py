@@ -137,10 +137,10 @@ class RendererConformance(Conformance):
         "prompt", [{"prompt": "Hello"}, {"prompt_token_ids": [2, 0, 2]}], ids=repr
     )
     def test_media_beside_a_prompt_are_refused(self, renderer: Renderer, prompt: Any) -> None:
-        """Whoever takes some refuses those that are no media."""
-        given: Any = {**prompt, "multi_modal_data": {"image": b"no image"}}
+        """A renderer that takes media refuses data that is not media."""
+        prompt_with_media: Any = {**prompt, "multi_modal_data": {"image": b"no image"}}
         with pytest.raises(RequestError):
-            renderer.render_prompt(given)
+            renderer.render_prompt(prompt_with_media)
 
     @pytest.mark.parametrize(
         "part",
@@ -152,7 +152,7 @@ class RendererConformance(Conformance):
         ids=repr,
     )
     def test_media_in_a_conversation_are_refused(self, renderer: Renderer, part: Any) -> None:
-        """As above: no host is allowed."""
+        """Media in a conversation are refused as well: no host is allowed."""
         with pytest.raises(RequestError):
             renderer.render_conversation(
                 [{"role": "user", "content": [{"type": "text", "text": "Hello"}, part]}]
@@ -208,7 +208,9 @@ class RendererConformance(Conformance):
         texts = renderer.token_texts(token_ids)
         assert len(texts) == len(token_ids)
         assert all(isinstance(text, str) for text in texts)
-        assert [one.decode("utf-8", "replace") for one in renderer.token_bytes(token_ids)] == texts
+        assert [
+            token_byte.decode("utf-8", "replace") for token_byte in renderer.token_bytes(token_ids)
+        ] == texts
 
     def test_eos_token_ids_are_in_the_vocabulary(self, renderer: Renderer) -> None:
         eos = renderer.eos_token_ids

@@ -35,7 +35,7 @@ def sampling_rows(
         num, capacity + max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
     )
     rows = SamplingBatch(history, processors)
-    for i, one in enumerate(params):
+    for i, request_params in enumerate(params):
         tokens = [*prompts[i], *outputs[i]]
         history.set(i, tokens, len(prompts[i]))
         inputs = SequenceInputs(
@@ -47,7 +47,7 @@ def sampling_rows(
             token_ids=tokens,
             num_prompt_tokens=len(prompts[i]),
             block_tables=[],
-            params=one,
+            params=request_params,
             seed=seeds[i] if seeds else i,
             stop_token_ids=stops[i] if stops else [],
             inputs=inputs,

@@ -51,7 +51,7 @@ class SchedulingPolicyConformance(Conformance):
         return Request(EngineRequest(request_id=str(number), **values), count(number * 1000))
 
     def keys(self, requests: Sequence[Request]) -> list[tuple[float, ...]]:
-        """Of requests that arrive in this order at an engine of their own."""
+        """Keys of requests that arrive in this order at an engine of their own."""
         policy = type(self).policy
         key = policy(SchedulerConfig()).key if isinstance(policy, type) else policy
         return [key(request) for request in requests]

@@ -37,35 +37,35 @@ def _assert_parameter(name: str, whole: Tensor, shards: Sequence[Tensor]) -> Non
     assert len(sharded) == len(shards), f"{name} is sharded on some ranks only"
     dim = sharded[0].dim
     begin = 0
-    for index, first in enumerate(sharded[0].parts):
+    for index, first in enumerate(sharded[0].shards):
         covered = torch.zeros(first.full, dtype=torch.bool)
         for rank, (shard, loader) in enumerate(zip(shards, sharded, strict=True)):
-            part = loader.parts[index]
-            mine = shard.narrow(dim, sum(p.size for p in loader.parts[:index]), part.size)
-            count = max(0, min(part.size, part.full - part.start))
+            share = loader.shards[index]
+            mine = shard.narrow(dim, sum(p.size for p in loader.shards[:index]), share.size)
+            count = max(0, min(share.size, share.full - share.start))
             expected = (
-                whole.narrow(dim, begin + part.start, count) if count else mine.narrow(dim, 0, 0)
+                whole.narrow(dim, begin + share.start, count) if count else mine.narrow(dim, 0, 0)
             )
             assert torch.equal(mine.narrow(dim, 0, count), expected), (
                 f"{name}: rank {rank} holds other values than its share of the whole"
             )
-            assert not mine.narrow(dim, count, part.size - count).any(), (
+            assert not mine.narrow(dim, count, share.size - count).any(), (
                 f"{name}: rank {rank} has padding that is not zero"
             )
-            covered[part.start : part.start + count] = True
+            covered[share.start : share.start + count] = True
         assert covered.all(), (
             f"{name}: no rank holds entries {(~covered).nonzero()[:, 0].tolist()[:10]} of "
-            f"part {index}"
+            f"shard {index}"
         )
         begin += first.full
 
 
 def is_sharded(model: Model) -> Mapping[str, bool]:
-    """By name: whether the parameter holds less than the whole."""
+    """Whether a parameter holds less than the whole, by name."""
     loaders = {
         name: getattr(param, "weight_loader", None) for name, param in model.named_parameters()
     }
     return {
-        n: isinstance(loader, ShardLoader) and any(p.size < p.full for p in loader.parts)
+        n: isinstance(loader, ShardLoader) and any(p.size < p.full for p in loader.shards)
         for n, loader in loaders.items()
     }

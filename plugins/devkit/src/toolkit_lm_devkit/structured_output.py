@@ -51,7 +51,7 @@ ASKED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "json": ({"json": SCHEMA, "disable_any_whitespace": True}, DOCUMENT),
     "one text": ({"regex": "The end[.]"}, r"The end\."),
 }
-"""What all backends serve, and what comes of it."""
+"""Requests that all backends serve, each with a pattern or schema for its output."""
 WRONG: Mapping[str, Mapping[str, Any]] = {
     "regex": {"regex": "("},
     "pattern": {"json": {"type": "string", "pattern": "("}},
@@ -94,7 +94,7 @@ BOMBS: Mapping[str, Mapping[str, Any]] = {
     "words": {"regex": "|".join(f"w{i}" for i in range(4000))},
     "choices": {"choice": [f"{i} choices" for i in range(5000)]},
 }
-"""What is written to break an engine. Each may be refused, or served, or fail alone."""
+"""Requests meant to break an engine. Each may be refused, served, or fail alone."""
 SECONDS = 60.0
 """Far more than each takes on a machine that does nothing else."""
 _PROMPTS = ["Once upon a time there was a little cat", "It", "One day the king", "x y z " * 6]
@@ -111,12 +111,12 @@ _TIGHT = {
 def generate_structured(
     llm: LLM, asked: Mapping[str, Any] | None, prompt: str = "Once upon a time", **params: Any
 ) -> list[CompletionOutput]:
-    """The sequences of one request, which has not failed. `params`: of SamplingParams, beside
+    """Sequences of one request, which must not fail. `params`: SamplingParams other than
     `structured_outputs`."""
-    given = {"max_tokens": 120, "seed": 1, "temperature": 1.5, **params}
+    arguments = {"max_tokens": 120, "seed": 1, "temperature": 1.5, **params}
     [output] = llm.generate(
         prompt,
-        SamplingParams(structured_outputs=None if asked is None else dict(asked), **given),
+        SamplingParams(structured_outputs=None if asked is None else dict(asked), **arguments),
         use_tqdm=False,
     )
     assert output.error is None, output.error
@@ -124,7 +124,7 @@ def generate_structured(
 
 
 def allowed_tokens(matcher: Matcher, size: int) -> list[int]:
-    """Of a vocabulary of `size` tokens, those that may follow."""
+    """Allowed next tokens, of a vocabulary of `size` tokens."""
     mask = np.zeros(-(-size // 32), np.int32)
     matcher.fill(mask)
     found: list[int] = np.flatnonzero(
@@ -164,11 +164,11 @@ class StructuredOutputConformance(Conformance):
 
     @classmethod
     def engine(cls, **options: Any) -> LLM:
-        told: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "max_num_seqs": 16,
             "plugin_option": [f"structured_output.backend={cls.backend}"],
         }
-        return LLM(cls.model, **{**told, **cls.engine_options, **options})
+        return LLM(cls.model, **{**defaults, **cls.engine_options, **options})
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -256,17 +256,17 @@ class StructuredOutputConformance(Conformance):
     ) -> None:
         generator = Random(5)  # nosec B311
         several = [matcher.copy() for _ in range(4)]
-        for one in several[1:]:
+        for answer in several[1:]:
             inner = [
                 token
-                for token in allowed_tokens(one, compiler.size)
+                for token in allowed_tokens(answer, compiler.size)
                 if token not in compiler.source.eos_token_ids
             ]
-            one.consume(generator.choice(inner))
+            answer.consume(generator.choice(inner))
         masks, alone = np.zeros((2, 4, -(-compiler.size // 32)), np.int32)
         compiler.fill(several, masks)
-        for one, mask in zip(several, alone, strict=True):
-            one.fill(mask)
+        for answer, mask in zip(several, alone, strict=True):
+            answer.fill(mask)
         assert (masks == alone).all()
 
     def test_a_copy_goes_its_own_way(self, compiler: GrammarCompiler, matcher: Matcher) -> None:
@@ -284,16 +284,18 @@ class StructuredOutputConformance(Conformance):
     def test_what_comes_is_what_was_asked_for(
         self, llm: LLM, case: tuple[Mapping[str, Any], str]
     ) -> None:
-        for one in generate_structured(llm, case[0], n=4):
-            assert one.finish_reason == "stop" and re.fullmatch(case[1], one.text), one.text
+        for answer in generate_structured(llm, case[0], n=4):
+            assert answer.finish_reason == "stop" and re.fullmatch(case[1], answer.text), (
+                answer.text
+            )
 
     def test_documents_with_white_space_are_valid(self, llm: LLM) -> None:
-        for one in generate_structured(llm, {"json": SCHEMA}, n=4):
-            if one.finish_reason == "stop":
+        for answer in generate_structured(llm, {"json": SCHEMA}, n=4):
+            if answer.finish_reason == "stop":
                 assert re.fullmatch(
-                    DOCUMENT, json.dumps(json.loads(one.text), ensure_ascii=False)
-                ), one.text
-            assert one.text.startswith("{")
+                    DOCUMENT, json.dumps(json.loads(answer.text), ensure_ascii=False)
+                ), answer.text
+            assert answer.text.startswith("{")
 
     def test_what_is_wrong_is_refused(self, llm: LLM, refused: Mapping[str, Any]) -> None:
         with pytest.raises(RequestError) as error:
@@ -302,42 +304,42 @@ class StructuredOutputConformance(Conformance):
 
     def test_a_bomb_is_answered_in_time(self, llm: LLM, bomb: Mapping[str, Any]) -> None:
         begun = time.monotonic()
-        given = [
+        params = [
             SamplingParams(structured_outputs=dict(asked), max_tokens=40, seed=1)
             for asked in (bomb, {"choice": ["b"]})
         ]
         try:
-            outputs = llm.generate(["a", "a"], given, use_tqdm=False)
+            outputs = llm.generate(["a", "a"], params, use_tqdm=False)
         except RequestError as error:
             assert error.param == "structured_outputs"
-            outputs = llm.generate(["a"], given[1:], use_tqdm=False)
+            outputs = llm.generate(["a"], params[1:], use_tqdm=False)
         assert time.monotonic() - begun < SECONDS
         assert outputs[-1].outputs[0].text == "b"
         assert "plugin" not in (outputs[0].error or "")
 
     def test_the_end_has_the_last_word(self, llm: LLM) -> None:
-        [one] = generate_structured(llm, {"choice": ["yes"]}, min_tokens=20, max_tokens=40)
-        assert (one.text, one.finish_reason) == ("yes", "stop")
+        [answer] = generate_structured(llm, {"choice": ["yes"]}, min_tokens=20, max_tokens=40)
+        assert (answer.text, answer.finish_reason) == ("yes", "stop")
 
     @pytest.mark.parametrize(
         "asked", [{"choice": ["yes"]}, {"regex": "[a-z]{1,2000}"}], ids=["stopped", "open"]
     )
     def test_after_the_end_nothing_comes(self, llm: LLM, asked: Mapping[str, Any]) -> None:
         ends = llm.engine.renderer.eos_token_ids
-        [one] = generate_structured(
+        [answer] = generate_structured(
             llm, asked, ignore_eos=True, max_tokens=12, logit_bias=dict.fromkeys(ends, 100.0)
         )
-        assert (one.finish_reason, len(one.token_ids)) == ("length", 12)
-        first = next(place for place, token in enumerate(one.token_ids) if token in ends)
-        assert set(one.token_ids[first:]) <= set(ends)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 12)
+        first = next(place for place, token in enumerate(answer.token_ids) if token in ends)
+        assert set(answer.token_ids[first:]) <= set(ends)
 
     def test_special_tokens_are_no_text(self, llm: LLM) -> None:
         """They would vanish from the text: a string would be shorter than it must be."""
         special = {
             token: 50.0 for token in range(4) if token not in llm.engine.renderer.eos_token_ids
         }
-        for one in generate_structured(llm, {"regex": "[^a-z]{5}"}, n=3, logit_bias=special):
-            assert len(one.text) == 5
+        for answer in generate_structured(llm, {"regex": "[^a-z]{5}"}, n=3, logit_bias=special):
+            assert len(answer.text) == 5
 
     def test_the_batch_and_preemption_change_nothing(self, llm: LLM) -> None:
         wanted: list[dict[str, Any] | None] = [
@@ -348,8 +350,8 @@ class StructuredOutputConformance(Conformance):
         ]
         prompts = _PROMPTS * 2
         params = [
-            SamplingParams(max_tokens=40, seed=5, temperature=1.2, structured_outputs=one)
-            for one in wanted * 2
+            SamplingParams(max_tokens=40, seed=5, temperature=1.2, structured_outputs=answer)
+            for answer in wanted * 2
         ]
 
         def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[list[int]]:
@@ -359,8 +361,8 @@ class StructuredOutputConformance(Conformance):
 
         alone = [
             tokens
-            for prompt, one in zip(prompts, params, strict=True)
-            for tokens in run(llm, [prompt], [one])
+            for prompt, request_params in zip(prompts, params, strict=True)
+            for tokens in run(llm, [prompt], [request_params])
         ]
         assert run(llm, prompts, params) == alone
         with self.engine(**_TIGHT) as other:

@@ -36,14 +36,14 @@ class ThreadGroup(Group):
     def _laid(self, tensor: Tensor) -> list[Tensor]:
         self._board[self.rank] = tensor
         self._barrier.wait(_PATIENCE)
-        laid = [one for one in self._board if one is not None]
+        laid = [entry for entry in self._board if entry is not None]
         self._barrier.wait(_PATIENCE)
         return laid
 
 
 def run_ranks(work: Callable[[int], T], ranks: int = 2) -> list[T]:
-    """What `work(rank)` gives on each rank, in threads that are each other's tensor parallel group.
-    Raises what a rank raises."""
+    """Results of `work(rank)` on each rank, in threads that form one tensor parallel group. Raises
+    the error of a rank that fails."""
     board: list[Tensor | None] = [None] * ranks
     barrier = threading.Barrier(ranks)
 
@@ -61,6 +61,8 @@ def run_ranks(work: Callable[[int], T], ranks: int = 2) -> list[T]:
     with ThreadPoolExecutor(ranks) as threads:
         futures = [threads.submit(run, rank) for rank in range(ranks)]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+    for error in sorted(
+        errors, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)
+    ):
         raise error
     return [future.result() for future in futures]

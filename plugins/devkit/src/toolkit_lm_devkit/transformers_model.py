@@ -73,7 +73,7 @@ class TransformersConformance(ModelConformance):
         return reference_of(hf_model)
 
     def test_every_rope_scaling_is_obeyed_or_refused(self, tmp_path: Path, first: Subject) -> None:
-        """Of those that transformers applies to the first variant."""
+        """Tries each rope scaling that transformers applies to the first variant."""
         tokens = torch.tensor(self.prompts(first)[2])
         tokens = tokens.repeat(-(-self.max_model_len // len(tokens)))[: self.max_model_len]
         plain = self.make_hf_model(**next(iter(self.variants.values()))).eval()
@@ -113,8 +113,7 @@ class TransformersConformance(ModelConformance):
         rope = values.get("rope_parameters")
         if not rope:
             return
-        # Of models whose kinds of layers rotate at paces of their own, those that see everything
-        # are scaled.
+        # If kinds of layers have their own rotary parameters, those with full attention are scaled.
         kind = "full_attention" if "full_attention" in rope else None
         plain = {
             "rope_theta": (rope[kind] if kind else rope).get("rope_theta", 1e4),

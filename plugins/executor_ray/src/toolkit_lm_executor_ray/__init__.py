@@ -12,11 +12,10 @@ class Options(Struct, frozen=True):
     """`--plugin-option executor_ray.NAME=...`"""
 
     address: str = "auto"
-    """Of the cluster. auto: that of RAY_ADDRESS or of this machine, which must run. local: one that
-    the engine starts and ends.
+    """Address of the cluster. auto: RAY_ADDRESS, or this machine's cluster, which must run. local:
+    a cluster that the engine starts and ends.
 
-    A process that is connected to Ray already stays with that cluster.
-    """
+    A process that is connected to Ray already stays with that cluster."""
     cpus: Annotated[int, Meta(ge=1)] = 1
     """CPUs that Ray sets aside for each rank, which computes in as many threads."""
     strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "SPREAD"

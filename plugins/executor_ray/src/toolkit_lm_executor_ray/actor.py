@@ -1,4 +1,4 @@
-"""What Ray runs on a machine."""
+"""Ray actor that runs on a machine."""
 
 from __future__ import annotations
 

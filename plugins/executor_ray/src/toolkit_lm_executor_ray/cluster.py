@@ -105,16 +105,16 @@ def placed(
 
 
 def _no_room(num_nodes: int, resources: dict[str, float], options: Options) -> str:
-    def told(found: dict[str, float]) -> str:
+    def shown(found: dict[str, float]) -> str:
         return ", ".join(f"{found.get(name, 0):g} {name}" for name in resources)
 
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return (
-        f"Ray had no room for {num_nodes} x {told(resources)} (nodes x what the ranks of one "
+        f"Ray had no room for {num_nodes} x {shown(resources)} (nodes x what the ranks of one "
         f"need; strategy {options.strategy}) within "
-        f"{options.placement_timeout} s: its machines have {'; '.join(map(told, machines))}, and "
-        f"{told(ray.available_resources())} are free. "
-        "Give fewer ranks, fewer CPUs for each (executor_ray.cpus), other --nodes or "
+        f"{options.placement_timeout} s: its machines have {'; '.join(map(shown, machines))}, and "
+        f"{shown(ray.available_resources())} are free. "
+        "Give fewer ranks, fewer CPUs for each (executor_ray.cpus), other nodes or "
         "executor_ray.strategy, more machines, or more time "
         "(executor_ray.placement_timeout)."
     )

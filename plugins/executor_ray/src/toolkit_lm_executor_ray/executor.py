@@ -11,12 +11,11 @@ from toolkit_lm_executor_ray.nodes import RayNodes
 
 
 class RayExecutor(MpExecutor):
-    """Ray places an actor for each node, and sets aside what its ranks need. The actor starts the
-    ranks, as `toolkit worker` does.
+    """Ray places an actor for each node, and reserves resources for its ranks. The actor starts the
+    ranks, like `toolkit worker`.
 
-    Plans, results and tensors go their own way: Ray carries nothing but the actors' arguments,
-    which are text, numbers and bytes.
-    """
+    Plans, results and tensors go their own way: Ray carries only the actors' arguments, which are
+    text, numbers and bytes."""
 
     def make_link(self) -> Link:
         return Link(self.config, partial(RayNodes, options=self._plugins.options("executor_ray")))

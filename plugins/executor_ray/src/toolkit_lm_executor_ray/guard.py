@@ -17,11 +17,11 @@ import psutil
 VARIABLE = "EXECUTOR_RAY_CLUSTER"
 """Which cluster a process is of."""
 _RAYLET = "RAY_RAYLET_PID"
-"""What Ray's raylet sets in the environment of those that it starts."""
+"""Environment variable that Ray's raylet sets for processes that it starts."""
 _GRACE = 1.0
 """Seconds that its processes get to end by themselves."""
 _MOST = 4.0
-"""Seconds after which nobody waits for one that a signal does not end."""
+"""Seconds after which a process that ignores signals is given up."""
 _LOOK = 0.1
 
 
@@ -57,7 +57,7 @@ def is_rays(process: psutil.Process) -> bool:
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """What it and those have started that it has started. None where it has ended."""
+    """All descendants of a process; an empty list if it has ended."""
     try:
         return process.children(recursive=True)
     except psutil.Error:
@@ -81,7 +81,7 @@ def end(mark: str, known: Iterable[psutil.Process]) -> None:
     start = time.monotonic()
     left = set(known)
     while (
-        left := {one for one in left | _marked(mark) if _lives(one)}
+        left := {process for process in left | _marked(mark) if _lives(process)}
     ) and time.monotonic() < start + _MOST:
         if time.monotonic() >= start + _GRACE:
             for process in left:
@@ -102,7 +102,7 @@ def _marked(mark: str) -> set[psutil.Process]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """It is still the same, and nobody waits for a word of its parent."""
+    """Whether the process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

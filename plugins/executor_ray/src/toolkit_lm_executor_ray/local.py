@@ -1,4 +1,4 @@
-"""A Ray cluster of the engine's own, which nobody else reaches and which ends with the engine."""
+"""A private Ray cluster, which only this engine reaches and which ends with it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from toolkit_lm.errors import EngineDeadError
 from toolkit_lm_executor_ray.guard import VARIABLE, descendants, is_rays
 
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other
-way, and means firewalls of desktops."""
+"""Makes Ray's processes listen on the loopback interface only, on any system. Ray has no other
+setting for it; this one is meant for desktop firewalls."""
 
 
 class LocalCluster:
@@ -34,13 +34,13 @@ class LocalCluster:
         # A new folder of mode 0700, where Ray's own are: the paths of its sockets have room for no
         # longer one.
         self._folder = _make_folder(os.environ.get("RAY_TMPDIR") or "/tmp")  # nosec B108
-        """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in
-        it. The guard removes it."""
+        """Folder of its sockets and logs. Other users cannot enter it, whatever permissions Ray's
+        folders within have. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of ray.init. Nothing of ours goes through the object store."""
+        """Options of ray.init. We put nothing into the object store."""
         return {
             "include_dashboard": False,
             "object_store_memory": 100 * 2**20,
@@ -49,8 +49,8 @@ class LocalCluster:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """What its processes inherit: a token that no file holds, without which they answer nobody.
-        They say nothing to Ray's makers."""
+        """Environment of its processes: a token that no file holds, which every caller must
+        present. Usage reports to Ray's makers are off."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         set_here = {**_LOOPBACK, **token, VARIABLE: self._mark, "RAY_USAGE_STATS_ENABLED": "0"}
         before = {name: os.environ.get(name) for name in set_here}
@@ -69,8 +69,8 @@ class LocalCluster:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What Ray starts within it ends with this process, whatever ends that. Other threads may
-        start what is none of Ray's."""
+        """Processes that Ray starts in this context end with this process, however it ends. Other
+        threads may start processes of their own."""
         others = set(psutil.Process().children())
         code = (
             f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from "
@@ -85,13 +85,15 @@ class LocalCluster:
         )
         yield
         assert self._guard.stdin is not None, "it was asked for"
-        started = [one for one in psutil.Process().children() if one not in others and is_rays(one)]
-        family = {one for process in started for one in [process, *descendants(process)]}
-        self._guard.stdin.write("".join(f"{one.pid}\n" for one in family).encode())
+        started = [
+            child for child in psutil.Process().children() if child not in others and is_rays(child)
+        ]
+        family = {member for process in started for member in [process, *descendants(process)]}
+        self._guard.stdin.write("".join(f"{member.pid}\n" for member in family).encode())
         self._guard.stdin.flush()
 
     def end(self) -> None:
-        """Waits until nothing of it is left. Ray has been told to end it."""
+        """Waits until all its processes have ended. Ray was asked to end them before."""
         _reload()
         guard, self._guard = self._guard, None
         if guard is not None and guard.stdin is not None:

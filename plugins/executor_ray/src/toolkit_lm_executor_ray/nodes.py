@@ -48,9 +48,9 @@ class RayNodes(Nodes):
         self._of_process = os.getpid()
         self._next_poll = 0.0
         self._actors: list[Any] = []
-        """Ray ends those that nobody holds."""
+        """Actors of the nodes. Ray ends an actor without a reference."""
         self._runs: list[Any] = []
-        """By node, from 1 on: Ray's references to what becomes of it."""
+        """Ray's references to the results of the actors, by node, from 1 on."""
         self._ray = ExitStack()
         try:
             self._ray.enter_context(joined(options.address))
@@ -88,17 +88,17 @@ class RayNodes(Nodes):
         if death is None and self.missing and time.monotonic() >= self._next_poll:
             self._next_poll = time.monotonic() + _LOOK
             ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
-            for one in ended:
-                number = self._runs.index(one) + 1
+            for node in ended:
+                number = self._runs.index(node) + 1
                 ranks = ", ".join(map(str, self.ranks_of(number)))
                 return EngineDeadError(
-                    f"Ray could not start node {number}, of rank {ranks}: {_end_of(one)}"
+                    f"Ray could not start node {number}, of rank {ranks}: {_end_of(node)}"
                 )
         elif death is not None and not hasattr(death, "__notes__"):
             # The node itself could not say why.
             ended, _ = ray.wait(self._runs, num_returns=1, timeout=_LAST_WORDS)
-            for one in ended:
-                death.add_note(f"Of node {self._runs.index(one) + 1}, Ray says: {_end_of(one)}")
+            for node in ended:
+                death.add_note(f"Of node {self._runs.index(node) + 1}, Ray says: {_end_of(node)}")
         return death
 
     def close(self, reason: str) -> None:
@@ -127,7 +127,7 @@ def _actor(
 
 
 def _end_of(run: Any) -> str:
-    """What has become of an actor."""
+    """The reason why an actor ended."""
     try:
         return str(ray.get(run, timeout=_LAST_WORDS)) or "it has ended."
     except RayError as error:
@@ -148,10 +148,14 @@ def _check(config: VllmConfig) -> None:
 
 
 def _runtime_env(options: Options) -> dict[str, Any]:
-    given = options.runtime_env
+    runtime_env = options.runtime_env
     try:
-        return given if isinstance(given, dict) else msgspec.json.decode(given, type=dict[str, Any])
+        return (
+            runtime_env
+            if isinstance(runtime_env, dict)
+            else msgspec.json.decode(runtime_env, type=dict[str, Any])
+        )
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"executor_ray.runtime_env {given!r} is no object in JSON: {error}."
+            f"executor_ray.runtime_env {runtime_env!r} is not a JSON object: {error}."
         ) from error

@@ -119,10 +119,10 @@ class LLGuidanceCompiler(GrammarCompiler):
             return
         ours = cast("Sequence[LLGuidanceMatcher]", matchers)
         fill_next_token_bitmask_par(
-            self._executor, [(one.matcher, index) for index, one in enumerate(ours)], masks
+            self._executor, [(matcher.matcher, index) for index, matcher in enumerate(ours)], masks
         )
-        for one in ours:
-            one.check()
+        for matcher in ours:
+            matcher.check()
 
     def error_of(self, grammar: str, details: Any) -> str:
         """With the part of the schema that is to blame."""

@@ -32,7 +32,7 @@ SpecialTokens = Callable[[str], list[str | int]]
 
 
 def grammar_of(wish: Wish, special_tokens: SpecialTokens) -> str:
-    """Raises RequestError for what is no such thing, or larger than it may be."""
+    """The wish as an llguidance grammar. Raises RequestError if it is malformed or too large."""
     match wish.kind:
         case "json" | "json_object":
             schema = schema_of(wish)
@@ -83,15 +83,15 @@ def _choice(wish: Wish) -> str:
 
 def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
     """Free text, in which what begins with a trigger must be one of the structures."""
-    told = read_json(wish.value, wish.param, "the structural tag")
-    if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag":
+    tag = read_json(wish.value, wish.param, "the structural tag")
+    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise RequestError(
             f"{wish.param}: a structural tag has structures and triggers.", wish.param
         )
-    if "format" in told:
-        return _tag_format(told["format"], wish, special_tokens)
-    structures = told.get("structures")
-    triggers = told.get("triggers")
+    if "format" in tag:
+        return _tag_format(tag["format"], wish, special_tokens)
+    structures = tag.get("structures")
+    triggers = tag.get("triggers")
     if not isinstance(triggers, list) or not (
         _is_texts(triggers) and isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS
     ):
@@ -101,25 +101,25 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
         )
     options = []
     rules = []
-    for index, one in enumerate(structures):
+    for index, item in enumerate(structures):
         where = f"{wish.param}: structure {index}"
         if (
-            not isinstance(one, dict)
-            or not isinstance(one.get("begin"), str)
-            or not isinstance(one.get("end", ""), str)
+            not isinstance(item, dict)
+            or not isinstance(item.get("begin"), str)
+            or not isinstance(item.get("end", ""), str)
         ):
             raise RequestError(f"{where} must have a begin, a schema and an end.", wish.param)
-        begin = one["begin"]
+        begin = item["begin"]
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if trigger is None:
             raise RequestError(f"{where} begins with none of the triggers.", wish.param)
         # Read as a whole schema is, so that the same is refused.
-        schema = {**checked_schema(one.get("schema", {}), wish), "x-guidance": options_of(wish)}
+        schema = {**checked_schema(item.get("schema", {}), wish), "x-guidance": options_of(wish)}
         body = " ".join(
             [
                 *_literal(begin[len(trigger) :]),
                 f"%json {json.dumps(schema)}",
-                *_literal(one.get("end", "")),
+                *_literal(item.get("end", "")),
             ]
         )
         pieces = special_tokens(trigger)
@@ -143,14 +143,14 @@ def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
     return LLMatcher.grammar_from_lark(lark)
 
 
-def _tag_format(told: Any, wish: Wish, special_tokens: SpecialTokens) -> str:
+def _tag_format(tag_format: Any, wish: Wish, special_tokens: SpecialTokens) -> str:
     # Schemas are those of tools, whose authors know nothing of what a grammar can hold to.
     options = {**options_of(wish), "lenient": True, "coerce_one_of": True}
     lark = FormatGrammar(
         wish.param,
         lambda schema: {**checked_schema(schema, wish), "x-guidance": options},
         special_tokens,
-    ).lark(told)
+    ).lark(tag_format)
     if len(lark) > 2 * MAX_SCHEMA:
         raise RequestError(
             f"{wish.param}: the structural tag makes a grammar of {len(lark)} characters; too "
@@ -168,5 +168,5 @@ def _is_texts(value: Any) -> bool:
     return (
         isinstance(value, list)
         and 0 < len(value) <= MAX_TAGS
-        and all(isinstance(one, str) and one for one in value)
+        and all(isinstance(text, str) and text for text in value)
     )

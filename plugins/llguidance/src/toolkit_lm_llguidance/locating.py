@@ -1,4 +1,4 @@
-"""Where in a schema the part stands that cannot be compiled."""
+"""Finds the part of a schema that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, value in schema.items():
         if name in _MAPPINGS and isinstance(value, dict):
             yield from (
-                (f"/{name}/{_escaped(key)}", one)
-                for key, one in value.items()
-                if isinstance(one, dict)
+                (f"/{name}/{_escaped(key)}", item)
+                for key, item in value.items()
+                if isinstance(item, dict)
             )
         elif name in _LISTS and isinstance(value, list):
             yield from (
-                (f"/{name}/{index}", one)
-                for index, one in enumerate(value)
-                if isinstance(one, dict)
+                (f"/{name}/{index}", item)
+                for index, item in enumerate(value)
+                if isinstance(item, dict)
             )
         elif name in _SCHEMAS and isinstance(value, dict):
             yield f"/{name}", value

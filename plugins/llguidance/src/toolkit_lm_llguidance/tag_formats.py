@@ -42,33 +42,35 @@ class FormatGrammar:
         self._rules: list[str] = []
         self._left = MAX_FORMATS
 
-    def lark(self, told: Any) -> str:
-        start = self._format(told, "format", 0)
+    def lark(self, tag_format: Any) -> str:
+        start = self._format(tag_format, "format", 0)
         return "\n".join(["%llguidance {}", f"start: {start}", r"TEXT: /(.|\n)*/", *self._rules])
 
-    def _format(self, told: Any, where: str, depth: int) -> str:
-        """As an expression."""
+    def _format(self, tag_format: Any, where: str, depth: int) -> str:
+        """A format as a Lark expression."""
         self._left -= 1
         if depth > MAX_DEPTH or self._left < 0:
             raise self._wrong(
                 where,
                 f"is nested more than {MAX_DEPTH} deep, or one of more than {MAX_FORMATS} formats",
             )
-        if not isinstance(told, Mapping) or told.get("type") not in _TYPES:
+        if not isinstance(tag_format, Mapping) or tag_format.get("type") not in _TYPES:
             raise self._wrong(where, f"must have a type: one of {', '.join(_TYPES)}")
-        match told["type"]:
+        match tag_format["type"]:
             case "any_text":
                 return "TEXT"
             case "const_string":
-                return self._literal(self._text(told, "value", where))
+                return self._literal(self._text(tag_format, "value", where))
             case "json_schema":
-                return f"%json {json.dumps(self._checked(told.get('json_schema', {}), where))}"
+                return (
+                    f"%json {json.dumps(self._checked(tag_format.get('json_schema', {}), where))}"
+                )
             case "regex":
-                return f"/{regex_to_lark(self._text(told, 'pattern', where), 'dw')}/"
+                return f"/{regex_to_lark(self._text(tag_format, 'pattern', where), 'dw')}/"
             case "sequence" | "or" as kind:
                 elements = [
-                    self._format(one, f"{where}.elements[{i}]", depth + 1)
-                    for i, one in enumerate(self._list(told, "elements", where))
+                    self._format(element, f"{where}.elements[{i}]", depth + 1)
+                    for i, element in enumerate(self._list(tag_format, "elements", where))
                 ]
                 joined = (" " if kind == "sequence" else " | ").join(elements)
                 return (
@@ -77,18 +79,18 @@ class FormatGrammar:
                     else f"({joined})"
                 )
             case "tag":
-                return self._tag(told, where, depth)
+                return self._tag(tag_format, where, depth)
             case "tags_with_separator":
-                return self._separated(told, where, depth)
+                return self._separated(tag_format, where, depth)
             case _:
-                return self._triggered(told, where, depth)
+                return self._triggered(tag_format, where, depth)
 
     def _tag(
-        self, told: Mapping[str, Any], where: str, depth: int, begin: str | None = None
+        self, tag_format: Mapping[str, Any], where: str, depth: int, begin: str | None = None
     ) -> str:
-        begin = self._text(told, "begin", where) if begin is None else begin
-        end = self._text(told, "end", where)
-        content = told.get("content")
+        begin = self._text(tag_format, "begin", where) if begin is None else begin
+        end = self._text(tag_format, "end", where)
+        content = tag_format.get("content")
         if end and isinstance(content, Mapping) and content.get("type") == "any_text":
             first, *rest = self._split(end)
             return f"({self._literal(begin)} {self._up_to(first)} {' '.join(map(_written, rest))})"
@@ -97,40 +99,42 @@ class FormatGrammar:
             f"{self._literal(end)})"
         )
 
-    def _separated(self, told: Mapping[str, Any], where: str, depth: int) -> str:
+    def _separated(self, tag_format: Mapping[str, Any], where: str, depth: int) -> str:
         tags = [
-            self._tag(one, f"{where}.tags[{i}]", depth + 1)
-            for i, one in enumerate(self._tags(told, where))
+            self._tag(tag, f"{where}.tags[{i}]", depth + 1)
+            for i, tag in enumerate(self._tags(tag_format, where))
         ]
-        one = self._rule(" | ".join(tags))
+        rule = self._rule(" | ".join(tags))
         more = (
             ""
-            if told.get("stop_after_first")
-            else f" ({self._literal(self._text(told, 'separator', where))} {one})*"
+            if tag_format.get("stop_after_first")
+            else f" ({self._literal(self._text(tag_format, 'separator', where))} {rule})*"
         )
-        return f"({one}{more})" if told.get("at_least_one") else f"({one}{more})?"
+        return f"({rule}{more})" if tag_format.get("at_least_one") else f"({rule}{more})?"
 
-    def _triggered(self, told: Mapping[str, Any], where: str, depth: int) -> str:
+    def _triggered(self, tag_format: Mapping[str, Any], where: str, depth: int) -> str:
         """Free text, in which a trigger begins one of the tags."""
-        triggers = self._list(told, "triggers", where)
-        if not all(isinstance(one, str) and one for one in triggers):
+        triggers = self._list(tag_format, "triggers", where)
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise self._wrong(f"{where}.triggers", "must be a list of texts")
         options = []
         whole = []
-        for index, one in enumerate(self._tags(told, where)):
-            begin = self._text(one, "begin", f"{where}.tags[{index}]")
+        for index, tag_spec in enumerate(self._tags(tag_format, where)):
+            begin = self._text(tag_spec, "begin", f"{where}.tags[{index}]")
             trigger = next((text for text in triggers if begin.startswith(text)), None)
             if trigger is None:
                 raise self._wrong(f"{where}.tags[{index}]", "begins with none of the triggers")
             first, *rest = self._split(trigger)
-            tag = self._tag(one, f"{where}.tags[{index}]", depth + 1, begin[len(trigger) :])
+            tag = self._tag(tag_spec, f"{where}.tags[{index}]", depth + 1, begin[len(trigger) :])
             options.append(" ".join([self._up_to(first), *map(_written, rest), tag]))
-            whole.append(self._tag(one, f"{where}.tags[{index}]", depth + 1))
+            whole.append(self._tag(tag_spec, f"{where}.tags[{index}]", depth + 1))
         free = self._rule(" | ".join(options))
         first_tag = f"({' | '.join(whole)})"
-        if told.get("stop_after_first"):
-            return first_tag if told.get("at_least_one") else f"(({free}) | TEXT)"
-        return f"({first_tag} {free}* TEXT)" if told.get("at_least_one") else f"({free}* TEXT)"
+        if tag_format.get("stop_after_first"):
+            return first_tag if tag_format.get("at_least_one") else f"(({free}) | TEXT)"
+        return (
+            f"({first_tag} {free}* TEXT)" if tag_format.get("at_least_one") else f"({free}* TEXT)"
+        )
 
     def _up_to(self, end: str | int) -> str:
         """Any text, and the first `end`."""
@@ -148,21 +152,21 @@ class FormatGrammar:
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
 
-    def _text(self, told: Mapping[str, Any], name: str, where: str) -> str:
-        text = told.get(name)
+    def _text(self, tag_format: Mapping[str, Any], name: str, where: str) -> str:
+        text = tag_format.get(name)
         if not isinstance(text, str):
             raise self._wrong(f"{where}.{name}", "must be a text")
         return text
 
-    def _list(self, told: Mapping[str, Any], name: str, where: str) -> list[Any]:
-        found = told.get(name)
+    def _list(self, tag_format: Mapping[str, Any], name: str, where: str) -> list[Any]:
+        found = tag_format.get(name)
         if not isinstance(found, list) or not found:
             raise self._wrong(f"{where}.{name}", "must be a list, and not an empty one")
         return found
 
-    def _tags(self, told: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        found = self._list(told, "tags", where)
-        if not all(isinstance(one, Mapping) for one in found):
+    def _tags(self, tag_format: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        found = self._list(tag_format, "tags", where)
+        if not all(isinstance(tag, Mapping) for tag in found):
             raise self._wrong(f"{where}.tags", "must be a list of tags")
         return found
 

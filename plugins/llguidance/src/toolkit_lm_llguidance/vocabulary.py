@@ -11,7 +11,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm_structured_output.contract import Source
 
 FUEL = 200_000
-"""What may be spent on the lexer of one grammar: some tenths of a second."""
+"""Limit of the work spent on the lexer of one grammar: some tenths of a second."""
 FUEL_OF_A_MASK = 200_000
 """And with one mask: some hundredths."""
 
@@ -46,12 +46,12 @@ class Vocabulary:
             for token, text in pairs
             if not self.tokenizer.is_special_token(token)
         ]
-        told = [
+        decodable = [
             (ours, theirs)
             for ours, theirs in plain
             if "\N{REPLACEMENT CHARACTER}" not in ours + theirs
         ]
-        if sum(ours != theirs for ours, theirs in told) > len(told) // 10:
+        if sum(ours != theirs for ours, theirs in decodable) > len(decodable) // 10:
             raise RequestError(
                 f"structured output: the tokens of {self.source.path} are not those of "
                 f"{type(renderer).__name__}."
@@ -70,7 +70,7 @@ class Vocabulary:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may take."""
+    """Limits of work for one grammar."""
     return LLParserLimits(
         initial_lexer_fuel=FUEL, step_lexer_fuel=FUEL_OF_A_MASK, verbose_errors=False
     )

@@ -1,4 +1,4 @@
-"""Weights that nobody has trained."""
+"""Random weights in place of trained ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _STD = 0.02
 
 class DummyLoader(CheckpointLoader):
     """Random weights, for measurements. Each depends on its name and shape only, so that ranks
-    agree on what they share."""
+    agree on what they share. A parameter's attribute `most` limits its integers: the groups of a
+    quantized weight."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -22,7 +23,11 @@ class DummyLoader(CheckpointLoader):
     def load(self, model: Model) -> None:
         for name, param in model.named_parameters():
             generator = torch.Generator(device=param.device).manual_seed(zlib.crc32(name.encode()))
-            if param.is_floating_point():
-                torch.nn.init.normal_(param, std=_STD, generator=generator)
+            if not param.is_floating_point():
+                most = getattr(param, "most", None)
+                param.random_(*((0, most + 1) if most is not None else ()), generator=generator)
+            elif param.itemsize == 1:
+                drawn = torch.empty(param.shape, device=param.device)
+                param.copy_(torch.nn.init.normal_(drawn, std=_STD, generator=generator))
             else:
-                param.random_(generator=generator)
+                torch.nn.init.normal_(param, std=_STD, generator=generator)

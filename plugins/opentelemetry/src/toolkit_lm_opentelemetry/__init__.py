@@ -27,12 +27,11 @@ class Options(Struct, frozen=True):
 
 @hookimpl
 def toolkit_watch(config: VllmConfig, options: Options) -> EventListener | None:
-    """A listener that makes spans, or None where tracing is off.
+    """A listener that makes spans, or None if tracing is off.
 
     Spans go to `options.endpoint`; else to the global tracer provider that the host app has set
-    before; else to where the OTEL_* variables say. Raises PluginError when there is no exporter for
-    the endpoint.
-    """
+    before; else to the destination in the OTEL_* variables. Raises PluginError if there is no
+    exporter for the endpoint."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     # A host app that has set a provider has imported the API.

@@ -1,4 +1,4 @@
-"""Where spans go: to the host app's tracer provider, or to one of our own, made from the OTEL_*
+"""Finds the tracer provider for spans: the host app's, or one of our own made from the OTEL_*
 variables."""
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ class Provider(NamedTuple):
 
 
 def find_provider(endpoint: str | None) -> Provider | None:
-    """The provider for an engine's spans; None when nothing says where they go.
+    """The provider for an engine's spans; None if no destination is configured.
 
-    Raises PluginError when there is no exporter for `endpoint`. For what only the environment asks
-    for, that is a warning.
-    """
+    Raises PluginError if there is no exporter for `endpoint`. A missing exporter that only the
+    environment asks for is a warning."""
     if endpoint is not None:
         return _own_provider([_exporter("otlp", endpoint)])
     host = trace.get_tracer_provider()
@@ -57,7 +56,7 @@ def _wanted_exporters() -> Iterator[str]:
         os.environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_")
     ):
         listed = "otlp"
-    return (name for one in listed.split(",") if (name := one.strip()) not in ("", "none"))
+    return (name for entry in listed.split(",") if (name := entry.strip()) not in ("", "none"))
 
 
 def _exporter(name: str, endpoint: str | None) -> SpanExporter:
@@ -115,7 +114,8 @@ def _own_provider(exporters: list[SpanExporter]) -> Provider:
 
 
 def _resource() -> Resource:
-    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, with a service name in any case."""
+    """Resource from OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES. It always has a service
+    name."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
     found = Resource.create()

@@ -20,7 +20,7 @@ _PYTHON_END = "<|python_end|>"
 _TAGS = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
 """Around calls: nothing of their own, and never content."""
 _BEGINS = ("{", "[")
-"""What a call, or a list of calls, begins with."""
+"""First characters of a call, or of a list of calls."""
 _ESCAPES = {
     "n": "\n",
     "t": "\t",
@@ -57,8 +57,8 @@ class BareCallsParser(JsonCalls):
             self.release()
 
     def _first(self) -> Reading[None]:
-        """Calls at the beginning of an answer may lack their brackets, if nothing but calls
-        follows: else they are spoken of."""
+        """Reads calls at the beginning of an answer. They may lack their brackets if only calls
+        follow; otherwise the text merely mentions them and is content."""
         self.keep()
         yield from self.spaces()
         yield from self.accept_any(_TAGS)
@@ -81,8 +81,8 @@ class BareCallsParser(JsonCalls):
         if not (is_over or is_call or is_cut):
             self.go_back()
             return
-        for one in found:
-            self.call(*one)
+        for found_call in found:
+            self.call(*found_call)
         if is_cut:
             self.lacks_call = True
             self.skip()
@@ -114,7 +114,7 @@ class BareCallsParser(JsonCalls):
         return done
 
     def _separator(self) -> Reading[None]:
-        """What stands between two calls, if another one may follow."""
+        """Skips the separator between two calls, if another call may follow."""
         self.keep()
         yield from self.spaces()
         yield from self.accept_any((";", ","))
@@ -181,12 +181,12 @@ class BareCallsParser(JsonCalls):
                 self.at += 1
                 return name
             name += character
-            if not character or not any(one.startswith(name) for one in self.functions):
+            if not character or not any(function.startswith(name) for function in self.functions):
                 return None
             self.at += 1
 
     def _python_call(self) -> Reading[tuple[str, str] | None]:
-        """Name and arguments. None: what comes next is no call."""
+        """Reads a call as (name, arguments). None: the next text is not a call."""
         self.named = None
         name = yield from self._known_name()
         if name is None:

@@ -28,7 +28,7 @@ _END_CALL = _marks("tool", "call", "end")
 _SEP = _marks("tool", "sep")
 _FENCE = "```"
 _TYPE = "function"
-"""What V3 writes for the name, which comes after it."""
+"""V3 writes this type in place of the name; the name comes after it."""
 
 
 class DeepSeekParser(MarkedCalls):

@@ -55,7 +55,7 @@ class GemmaParser(MarkedCalls):
         return True
 
     def _mapping(self, read: list[str], depth: int, schema: Any) -> Reading[bool]:
-        """What comes after an opening brace, in JSON."""
+        """Reads a mapping after its opening brace, and writes it as JSON."""
         items: list[str] = []
         yield from self.spaces()
         while not (yield from self._closes("})")):

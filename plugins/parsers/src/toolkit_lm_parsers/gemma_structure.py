@@ -24,7 +24,8 @@ numbers, true, false and null."""
 _FREE_DEPTHS = (4, 3, 2)
 """Levels of what a schema leaves open: the most of which the grammar is small enough."""
 _MOST_FORMATS = 2048
-"""Of all functions together. Whatever compiles the grammar takes a bounded number."""
+"""Most formats in the grammars of all functions together. Grammar compilers accept a bounded
+number."""
 _MOST_WORK = 16_384
 """Values and properties that are looked at for one function."""
 _MOST_OPTIONS = 8
@@ -44,12 +45,11 @@ class _TooLargeError(Exception):
 
 
 class GemmaArguments:
-    """The arguments of one function.
+    """Grammar for the arguments of one function.
 
-    Held to are types, properties, their order and which are required, `enum`, `const`, `anyOf`,
-    `oneOf`, references within the schema, the limits of numbers, short limits of texts, and whether
-    a list may be empty. What else a schema says is left out.
-    """
+    It enforces types, properties, their order and which are required, `enum`, `const`, `anyOf`,
+    `oneOf`, references within the schema, limits of numbers, and short limits of texts. It also
+    enforces whether a list may be empty. All other keywords are ignored."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class GemmaArguments:
         self._free_depth = _FREE_DEPTHS[-1]
         self._num_left = _MOST_WORK
         self._open: dict[int, Structure] = {}
-        """By levels, any value."""
+        """Structures for any value, by the number of levels."""
         self._copies = copies or Copies()
         self._schemas = Schemas(schema)
         self._schema = self._schemas.merged(schema)
@@ -110,7 +110,7 @@ class GemmaArguments:
             if isinstance(options := schema.get(name), list) and options:
                 if depth > _MOST_OPTIONS:
                     return self._free(0)
-                return choice(*(self._value(one, depth + 1) for one in options))
+                return choice(*(self._value(option, depth + 1) for option in options))
         kinds = schema.get("type")
         known = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in _TYPES]
         if not known:
@@ -168,15 +168,15 @@ class GemmaArguments:
                 depth == 0 and schema.get("additionalProperties") is False
             )
             return text("{}") if is_empty else self._free_object(depth)
-        told = schema.get("required")
+        required_names = schema.get("required")
         required = (
-            frozenset(name for name in told if isinstance(name, str))
-            if isinstance(told, list)
+            frozenset(name for name in required_names if isinstance(name, str))
+            if isinstance(required_names, list)
             else frozenset[str]()
         )
         items = [
-            (f"{self._key(name)}:", self._value(one, depth + 1), name in required)
-            for name, one in properties.items()
+            (f"{self._key(name)}:", self._value(subschema, depth + 1), name in required)
+            for name, subschema in properties.items()
         ]
         first = [(key, value) for key, value, is_required in items if is_required]
         later = [(key, value) for key, value, is_required in items if not is_required]
@@ -243,7 +243,7 @@ class GemmaArguments:
                 return (
                     "{"
                     + ",".join(
-                        f"{self._key(name)}:{self._literal(one)}" for name, one in value.items()
+                        f"{self._key(name)}:{self._literal(item)}" for name, item in value.items()
                     )
                     + "}"
                 )
@@ -289,10 +289,12 @@ def _num_formats(found: Structure, most: int) -> int:
     left = [found]
     count = 0
     while left and count <= most:
-        one = left.pop()
-        count += 1 + sum(len(one.get(name, "")) for name in ("begin", "value", "end")) // OF_TEXT
-        left += [*one.get("elements", ()), *one.get("tags", ())]
-        left += [one["content"]] if isinstance(one.get("content"), dict) else []
+        subschema = left.pop()
+        count += (
+            1 + sum(len(subschema.get(name, "")) for name in ("begin", "value", "end")) // OF_TEXT
+        )
+        left += [*subschema.get("elements", ()), *subschema.get("tags", ())]
+        left += [subschema["content"]] if isinstance(subschema.get("content"), dict) else []
     return count
 
 

@@ -21,7 +21,7 @@ _CALL = "<|call|>"
 _RETURN = "<|return|>"
 _BREAKS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
 _AFTER_HEADER = (_START, _END, _CALL, _RETURN)
-"""What shows that a header has no message."""
+"""Marks that show that a header is not followed by a message."""
 _FUNCTIONS = "functions."
 _MOST_HEADER = 1024
 _CHANNELS = ("analysis", "commentary", "final")
@@ -37,7 +37,7 @@ class HarmonyParser(JsonCalls):
         super().__init__(tools)
         _, has_start, header = prompt_end.rpartition(_START)
         self._header = header if has_start else ""
-        """Of the message that the prompt has begun."""
+        """Header of the message that the prompt has begun."""
 
     def run(self) -> Reading[None]:
         header = self._header
@@ -104,18 +104,18 @@ class HarmonyParser(JsonCalls):
             yield from self._call(to.removeprefix(_FUNCTIONS))
             return
         self.separate()
-        # What it says to a tool of its own is no answer.
+        # The model's message to one of its own tools is not part of the answer.
         is_thought = (channel and channel[0] == "analysis") or to not in ("", "user", "all")
         yield from self._end(self.think if is_thought else self.say)
 
-    def _end(self, take: Callable[[str], None]) -> Reading[None]:
+    def _end(self, sink: Callable[[str], None]) -> Reading[None]:
         """The rest of a message. What begins the next one is its own."""
-        mark = yield from self.until(_BREAKS, take)
+        mark = yield from self.until(_BREAKS, sink)
         if mark in (_START, _CHANNEL):
             self.at -= len(mark)
 
     def _call(self, name: str) -> Reading[None]:
-        """Arguments. What is no JSON is content."""
+        """Reads the arguments of a call. Text that is not JSON becomes content."""
         self.keep()
         yield from self.spaces()
         is_empty = (yield from self.comes(_BREAKS)) or (self.at_end and not self.cut)

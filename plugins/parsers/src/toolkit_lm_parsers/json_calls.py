@@ -18,19 +18,20 @@ end."""
 
 
 class JsonCalls(ScanParser):
-    """Reads calls such as {"name": "f", "arguments": {...}}. A call is told when all of it was
-    read."""
+    """Reads calls such as {"name": "f", "arguments": {...}}. A call is reported when it has been
+    read entirely."""
 
     opens: tuple[str, ...] = ()
     """Marks that begin a call, or several. They are never content."""
     closes: tuple[str, ...] = ()
     """Marks that end a call. After one that begins, they are never content."""
     ends: tuple[str, ...] = ()
-    """What else may end a call."""
+    """Other texts that may end a call."""
     named: str | None = None
     """The function of a call that is being read."""
     only_known = False
-    """What calls no function of the request is no call: for formats without marks."""
+    """True: calls to functions that the request does not have are content. For formats without
+    marks."""
 
     @property
     def all_ends(self) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ class JsonCalls(ScanParser):
         if not (yield from self.accept("{")):
             return False
         yield from self.spaces()
-        # As in templates, where braces are doubled.
+        # Templates double braces in the same way.
         yield from self.accept("{")
         while True:
             yield from self.spaces()
@@ -117,21 +118,25 @@ class JsonCalls(ScanParser):
         if first == "{":
             tell = None if name is None else self.begin_call(name)
 
-            def take(piece: str) -> None:
+            def add_piece(piece: str) -> None:
                 read.append(piece)
                 if tell is not None:
                     tell(piece)
 
-            return "".join(read) if (yield from self.json_value(take, ends=self.all_ends)) else None
+            return (
+                "".join(read)
+                if (yield from self.json_value(add_piece, ends=self.all_ends))
+                else None
+            )
         if not (yield from self.json_value(read.append)):
             return None
         value = json.loads("".join(read))
         if value is None or (isinstance(value, str) and not value.strip()):
             return "{}"
-        told = read_json(value) if isinstance(value, str) else None
+        text = read_json(value) if isinstance(value, str) else None
         return (
-            told
-            if told is not None and told.lstrip().startswith("{") and is_encodable(told)
+            text
+            if text is not None and text.lstrip().startswith("{") and is_encodable(text)
             else None
         )
 
@@ -169,7 +174,7 @@ class MarkedCalls(JsonCalls):
 
     @abstractmethod
     def read_calls(self, mark: str) -> Reading[bool]:
-        """What follows a mark. False: it is no call, or the text ends in it."""
+        """Reads the text after a mark. False: it is not a call, or the text ends within it."""
 
     def run(self) -> Reading[None]:
         has_begun = False

@@ -9,7 +9,7 @@ MAX_DEPTH = 100
 _MOST_WORD = 400
 """Characters of a number, or of a key without quotes."""
 _QUOTES = {'"': '"', "'": "'", "\N{LEFT DOUBLE QUOTATION MARK}": "\N{RIGHT DOUBLE QUOTATION MARK}"}
-"""What may begin a string, and what ends it."""
+"""Closing character of a string, by the character that opens it."""
 _CLOSES = {"{": "}", "[": "]", "(": ")"}
 _WRITTEN = {"(": "[", ")": "]"}
 """Tuples are lists."""
@@ -21,12 +21,12 @@ _SPACES = " \t\n\r"
 
 
 class JsonScanner:
-    """Reads one value. What it gives is JSON, whatever it reads.
+    """Reads one value and writes it as valid JSON, whatever it reads.
 
-    Models write JSON with known faults, which are mended where one reading is left: quotes of other
-    kinds, keys without any, new lines and unknown escapes in strings, True, False and None, tuples,
-    a comma too many, and a bracket that closes an outer one while an inner one is open.
-    """
+    Known faults in JSON from models are repaired where only one reading is possible: other kinds of
+    quotes, keys without quotes, and new lines and unknown escapes in strings. So are True, False
+    and None, tuples, an extra comma, and a bracket that closes an outer one while an inner one is
+    open."""
 
     def __init__(self, *, is_key: bool = False) -> None:
         """`is_key`: reads the key of an object, and nothing of its value."""
@@ -35,13 +35,13 @@ class JsonScanner:
         self._open: list[str] = []
         """The brackets that close what is open."""
         self._wanted = "key" if is_key else "value"
-        """What comes next: value, first value, key, first key, colon, comma, string, escape, hex,
-        word."""
+        """The expected next token: value, first value, key, first key, colon, comma, string,
+        escape, hex or word."""
         self._is_key = False
         self._quote = ""
-        """What ends the string that is being read."""
+        """Character that ends the string being read."""
         self._word = ""
-        """Of a number, a constant, or the digits of an escape."""
+        """Characters so far of a number, a constant, or the digits of an escape."""
         self._num_hex = 0
         self._comma = ""
         """A comma, and white space after it, of which it is not known whether something follows."""
@@ -93,7 +93,7 @@ class JsonScanner:
         return "".join(read)
 
     def _string_end(self, text: str, at: int) -> int:
-        """Where the next character of a string is that means something."""
+        """Position of the next character of a string that has a special meaning."""
         while (
             at < len(text) and text[at] not in '"\\' and text[at] != self._quote and text[at] >= " "
         ):
@@ -133,8 +133,8 @@ class JsonScanner:
             read.append(f"\\u{ord(character):04x}")
 
     def _escape(self, character: str, read: list[str]) -> None:
-        """The character after a backslash. One that is no escape of JSON follows a backslash that
-        is meant."""
+        """Reads the character after a backslash. If the two are not a JSON escape, the backslash is
+        meant literally."""
         self._wanted = "string"
         if character in "ux":
             self._wanted = "hex"
@@ -245,8 +245,8 @@ def _is_of_word(character: str) -> bool:
 
 
 def literal(word: str) -> str | None:
-    """The JSON of a number, of true, false and null in any case, and of None. None: it is no such
-    word."""
+    """The JSON of a number, of true, false and null in any case, and of None. None if `word` is
+    none of these."""
     constant = _WORDS.get(word.lower())
     return constant or _number(word)
 

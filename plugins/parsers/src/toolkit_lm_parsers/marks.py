@@ -1,5 +1,5 @@
-"""Where reasoning begins and ends among the tokens of an answer, however a tokenizer writes its
-marks. Needs no torch."""
+"""Finds where reasoning begins and ends among the tokens of an answer, however a tokenizer splits
+its marks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_END = 64
 
 
 class Marks(NamedTuple):
-    """What a format writes around reasoning."""
+    """Marks that a format writes around reasoning."""
 
     start: str
     end: str
@@ -25,14 +25,14 @@ class Marks(NamedTuple):
     """Reasoning may begin anywhere, and several times. False: it begins the answer, or the prompt
     has begun it."""
     forced: str | None = None
-    """What ends reasoning that has spent its budget; None: the end mark."""
+    """Text that ends reasoning which has spent its budget; None: the end mark."""
     forced_again: str | None = None
-    """What ends reasoning that begins after that; None: the same."""
+    """Text that ends reasoning which begins after the budget is spent; None: the same as `forced`.
+    """
 
 
 MarkTexts = Mapping[int, str]
-"""By token id, the texts of the tokens that may be a part of a mark, or are white space before
-one."""
+"""Texts of tokens that may be part of a mark, or are white space before one, by token id."""
 _OTHER = "\0"
 """The text of any other token."""
 _KNOWN: WeakKeyDictionary[Renderer, dict[Marks, MarkTexts]] = WeakKeyDictionary()
@@ -40,7 +40,8 @@ _LOCK = Lock()
 
 
 def mark_texts(renderer: Renderer, marks: Marks) -> MarkTexts:
-    """Those of a renderer's vocabulary. The first time, all of it is looked at."""
+    """Texts of the mark-related tokens in a renderer's vocabulary. The first call scans the whole
+    vocabulary."""
     with _LOCK:
         known = _KNOWN.setdefault(renderer, {})
         if marks not in known:
@@ -79,7 +80,7 @@ def shortest(text: str, texts: MarkTexts, written: Sequence[int]) -> list[int]:
 
     Some tokenizers take no text for special tokens.
     """
-    by_text = {one: token_id for token_id, one in texts.items()}
+    by_text = {text: token_id for token_id, text in texts.items()}
     found = []
     at = 0
     while at < len(text):
@@ -169,7 +170,7 @@ class MarkedReasoning(AnswerFormat):
     @property
     @abstractmethod
     def marks(self) -> Marks:
-        """Those of its reasoning."""
+        """Marks of this format's reasoning."""
 
     def reasoning_counters(self, renderer: Renderer) -> Callable[[Sequence[int]], ReasoningCounter]:
         return partial(ReasoningReader, self.marks, mark_texts(renderer, self.marks))

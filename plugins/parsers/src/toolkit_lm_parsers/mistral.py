@@ -76,7 +76,7 @@ class MistralFormat(AnswerFormat):
             return calls(
                 tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator=""
             )
-        # Of an older one, all calls are one list.
+        # Older models write all calls as one list.
         functions: list[dict[str, Any]] = []
         definitions: dict[str, Any] = {}
         for name, schema in functions_of(tools):

@@ -1,4 +1,4 @@
-"""What requests may ask of reasoning. No torch here."""
+"""Request parameters for reasoning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LOCK = Lock()
 
 
 def _parsers(renderer: Any) -> ParserRegistry:
-    """Those of the renderer's engine, else of the plugins that its config names, which are loaded
-    once."""
+    """The parsers of the renderer's engine; without one, those of the plugins in its config, which
+    are loaded once."""
     if renderer.plugins is not None:
         known: ParserRegistry = renderer.plugins.parsers
         return known

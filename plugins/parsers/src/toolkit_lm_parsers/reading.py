@@ -12,8 +12,8 @@ MAX_NAME = 256
 """Characters of a function's name, or an argument's."""
 _MOST_AGAIN = 4
 _ALWAYS_AGAIN = 4096
-"""Characters that are read again for each one of the answer, and besides: a bound on the work on an
-answer of nothing but marks."""
+"""Bound on rereading: up to _MOST_AGAIN characters for each character of the answer, plus
+_ALWAYS_AGAIN. It limits the work on an answer that is full of marks."""
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
 """A method that reads: `yield from` it. It waits for more text where what there is does not decide
@@ -30,25 +30,26 @@ class TextReader:
             for tool in tools
             if isinstance(f := tool.get("function"), Mapping) and isinstance(f.get("name"), str)
         }
-        """What may be called, by name."""
+        """Functions that may be called, by name."""
         self.text = ""
         self.at = 0
-        """Where the next character is."""
+        """Position in `text` of the next character to read."""
         self.cut = False
         self._ended = False
         self._base = 0
         """Characters of the answer before `text`."""
         self._held: list[str] | None = None
-        """What was read since `keep`, before `text`; None: nothing is kept."""
+        """Text read since `keep` that has left `text`; None: no text is kept."""
         self._kept = 0
-        """Where in `text` the rest of what is kept begins."""
+        """Position in `text` where the rest of the kept text begins."""
         self._places: dict[str, tuple[int, int]] = {}
-        """By mark, from where it was looked for in `text`, and where it is."""
+        """Position in `text` from which a mark was searched, and the position where it was found,
+        by mark."""
         self._num_again = 0
         """Characters that are read again."""
         self.num_calls = 0
         self._cut_mark: int | None = None
-        """Where the end of the text may have cut a mark."""
+        """Position where the end of the text may have cut a mark."""
 
     def _set_text(self, text: str, at: int) -> None:
         self.text = text
@@ -56,12 +57,13 @@ class TextReader:
         self._places.clear()
 
     def keep(self) -> None:
-        """What follows may have to be read again, until `go_back`, `release` or `call`."""
+        """Keeps the following text for a possible second reading, until `go_back`, `release` or
+        `call`."""
         self._held = []
         self._kept = self.at
 
     def release(self) -> None:
-        """What was kept is not read again."""
+        """Drops the kept text: it is not read again."""
         self._held = None
 
     def _join(self) -> int:
@@ -90,10 +92,10 @@ class TextReader:
             self._held = None
 
     def read_again(self, marks: Sequence[str], start: int = 0) -> str:
-        """What was kept turned out to be none of what it began like. Returns what of it is content.
+        """Handles kept text that turned out not to be what it began like. Returns the part of it
+        that is content.
 
-        Reading goes on at the first mark in it after `start` characters, or at its end.
-        """
+        Reading goes on at the first mark in it after `start` characters, or at its end."""
         read = self._join()
         text = self.text[self.at - read : self.at]
         # A mark may have begun at its end.
@@ -125,7 +127,7 @@ class TextReader:
 
     @property
     def at_end(self) -> bool:
-        """There is no more text, and none will come."""
+        """Whether the text is read to its end and no more will come."""
         return self._ended and self.at >= len(self.text)
 
     def peek(self) -> Reading[str]:
@@ -176,7 +178,7 @@ class TextReader:
         while (character := (yield from self.peek())) and character.isspace():
             self.at += 1
 
-    def until(self, marks: Sequence[str], take: Callable[[str], None]) -> Reading[str | None]:
+    def until(self, marks: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
         """Reads up to the first of some marks, and the mark. None: there is none. None of them may
         begin with another.
 
@@ -184,7 +186,7 @@ class TextReader:
         only after calls, it may be anything.
         """
         longest = max(map(len, marks))
-        firsts = {one[0] for one in marks}
+        firsts = {mark[0] for mark in marks}
         while True:
             end, mark = min(
                 ((self._place_of(mark), mark) for mark in marks), default=(len(self.text), "")
@@ -196,12 +198,12 @@ class TextReader:
                 last = end if not self._ended or self.num_calls else end - 1
                 for begin in range(max(self.at, len(self.text) - longest + 1), last):
                     if self.text[begin] in firsts and any(
-                        one.startswith(self.text[begin:]) for one in marks
+                        mark.startswith(self.text[begin:]) for mark in marks
                     ):
                         end = begin
                         mark = ""
                         break
-            take(self.text[self.at : end])
+            sink(self.text[self.at : end])
             self.at = end + len(mark)
             if mark:
                 return mark
@@ -211,7 +213,7 @@ class TextReader:
             yield
 
     def _place_of(self, mark: str) -> int:
-        """Where a mark comes next; the text's length where it does not."""
+        """Position of the next `mark`; the text's length if there is none."""
         start, place = self._places.get(mark, (0, -1))
         if not start <= self.at <= place:
             place = self.text.find(mark, self.at)
@@ -234,12 +236,12 @@ class TextReader:
 
     def json_value(
         self,
-        take: Callable[[str], None],
+        sink: Callable[[str], None],
         *,
         is_key: bool = False,
         ends: Sequence[str] | None = None,
     ) -> Reading[bool]:
-        """Reads a JSON value, of which `take` gets the JSON. False: what comes next is none, or the
+        """Reads a JSON value, of which `sink` gets the JSON. False: what comes next is none, or the
         text ends in it.
 
         `is_key`: an object's key. `ends`: marks at which brackets may be left open, as at the
@@ -248,9 +250,9 @@ class TextReader:
         scanner = JsonScanner(is_key=is_key)
         while True:
             self.at, read = scanner.feed(self.text, self.at)
-            take(read)
+            sink(read)
             if self.at >= len(self.text) and self._ended:
-                take(scanner.end())
+                sink(scanner.end())
             if scanner.is_done:
                 return True
             if scanner.is_wrong or self._ended:
@@ -259,7 +261,7 @@ class TextReader:
         if ends is None or not ((self.at_end and not self.cut) or (yield from self.comes(ends))):
             return False
         closing = scanner.close()
-        take(closing or "")
+        sink(closing or "")
         return closing is not None
 
     def json_text(self, *, is_key: bool = False) -> Reading[str | None]:

@@ -64,17 +64,18 @@ class ScanParser(TextReader, AnswerParser):
             self._running = self.run()
         next(self._running, None)
         calls, self._calls = tuple(self._calls), []
-        return AnswerDelta(self.content.take(), self._reasoning.take(), calls)
+        return AnswerDelta(self.content.drain(), self._reasoning.drain(), calls)
 
     @property
     def is_cut(self) -> bool:
         """All was read but for a mark that is not whole, and the model did not end it."""
         return self.cut and (self.at_end or self.at == self._cut_mark)
 
-    # What is found
+    # Results
 
     def say(self, text: str) -> None:
-        """Content. White space before a call is left out, and where nothing but calls comes."""
+        """Adds content. White space before a call is dropped, and so is white space if only calls
+        follow."""
         self.content.add(text)
 
     def think(self, text: str) -> None:
@@ -82,7 +83,7 @@ class ScanParser(TextReader, AnswerParser):
         self._reasoning.add(text)
 
     def separate(self) -> None:
-        """What is said or thought next is another paragraph."""
+        """Starts a new paragraph for the next content or reasoning."""
         self.content.separate()
         self._reasoning.separate()
 
@@ -98,13 +99,13 @@ class ScanParser(TextReader, AnswerParser):
         self._end_begun()
         begun = self._begun = BegunCall(self.num_calls + self._num_given_up, name)
 
-        def take(piece: str) -> None:
+        def add_piece(piece: str) -> None:
             self._calls += begun.pieces(piece)
 
-        return take
+        return add_piece
 
     def _end_begun(self) -> None:
-        """What was given in pieces goes on no more."""
+        """Ends a call that was given in pieces before it was complete."""
         self._num_given_up += self._begun is not None and self._begun.is_given
         self._begun = None
 
@@ -133,46 +134,46 @@ class ScanParser(TextReader, AnswerParser):
             yield from self.peek()
 
 
-def is_readable(told: str) -> bool:
+def is_readable(text: str) -> bool:
     """False: it has halves of characters, or numbers that are too large, which Python alone
     takes."""
     try:
-        msgspec.json.decode(told)
+        msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return False
     return True
 
 
 class BegunCall:
-    """A call that is given in pieces. The last character of its arguments waits until it is whole:
-    without it they are no JSON."""
+    """A call that is given in pieces. The last character of its arguments waits until the call is
+    complete: without that character they are not valid JSON."""
 
     def __init__(self, index: int, name: str) -> None:
         self._index = index
         self._name = name
-        self._given: list[str] = []
+        self._sent: list[str] = []
         self._last = ""
         self.is_given = False
         """Its name, at least."""
 
     def pieces(self, text: str) -> list[ToolCallDelta]:
-        """Those of the arguments that can be given, now that `text` was read."""
+        """The deltas that can be given now that `text` was read."""
         read = self._last + text
         new = read[:-1]
         self._last = read[-1:]
         if self.is_given and not new:
             return []
-        self._given.append(new)
+        self._sent.append(new)
         name, self.is_given = "" if self.is_given else self._name, True
         return [ToolCallDelta(self._index, name, new)]
 
     def is_of(self, name: str, arguments: str) -> bool:
         """Whether what was given is of this call."""
-        return self.is_given and name == self._name and arguments.startswith("".join(self._given))
+        return self.is_given and name == self._name and arguments.startswith("".join(self._sent))
 
     def last(self, arguments: str) -> ToolCallDelta:
         """The rest of it."""
-        return ToolCallDelta(self._index, "", arguments[sum(map(len, self._given)) :])
+        return ToolCallDelta(self._index, "", arguments[sum(map(len, self._sent)) :])
 
 
 class Trimmed:
@@ -217,6 +218,6 @@ class Trimmed:
         self._rest.clear()
         return rest
 
-    def take(self) -> str:
+    def drain(self) -> str:
         new, self._new = "".join(self._new), []
         return new

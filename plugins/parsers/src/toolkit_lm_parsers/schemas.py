@@ -1,5 +1,5 @@
-"""What the JSON Schema of a tool says of an argument, through references and combinations. Nothing
-is fetched, and cycles end."""
+"""Looks up what a tool's JSON Schema says of an argument, through references and combinations.
+Nothing is fetched, and cycles end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_PARTS = 256
 """Parts of a schema that are looked at for one argument."""
 _NUMBERS = frozenset(("integer", "number"))
 _NAMED = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose mappings have schemas by names that are no keywords."""
+"""Keywords whose value maps arbitrary names (not keywords) to schemas."""
 _VALUES = ("const", "enum", "default", "examples", "example")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are data, not schemas."""
 MOST_COPIED = 2_000_000
 """Characters, of all tools of a request together, of what is written anew for each parameter."""
 OF_TEXT = 50
@@ -52,7 +52,7 @@ class _Moved(NamedTuple):
 
     schema: Any
     references: tuple[str, ...]
-    """What it refers to, each once."""
+    """References in the part, each once."""
     size: int
     """Characters of its JSON."""
 
@@ -66,33 +66,33 @@ class Schemas:
         self.root = root
         self._copies = copies or Copies()
         self._names: dict[str, str] = {}
-        """By reference, the name of its definition in what stands alone."""
+        """Names of definitions in a self-contained schema, by reference."""
         self._definitions: dict[str, _Moved] = {}
-        """By reference."""
+        """Parts that references lead to, moved, by reference."""
         self._types: dict[int, frozenset[str]] = {}
-        """By the id of a list of values, their types."""
+        """Types of a list's values, by the list's id."""
 
     def parts(self, schema: Any, *names: str) -> Iterator[Mapping[str, Any]]:
         """A schema, and all that it refers to or is combined of, each once, by these keywords."""
         left = [schema]
         seen = set[int]()
         while left and len(seen) < _MOST_PARTS:
-            one = left.pop()
-            if not isinstance(one, Mapping) or id(one) in seen:
+            subschema = left.pop()
+            if not isinstance(subschema, Mapping) or id(subschema) in seen:
                 continue
-            seen.add(id(one))
-            yield one
+            seen.add(id(subschema))
+            yield subschema
             left += [
                 part
                 for name in reversed(names)
-                for part in reversed(_listed(one.get(name))[:_MOST_PARTS])
+                for part in reversed(_listed(subschema.get(name))[:_MOST_PARTS])
             ]
-            if "$ref" in one:
-                left.append(self.target(one["$ref"]))
+            if "$ref" in subschema:
+                left.append(self.target(subschema["$ref"]))
 
     def target(self, reference: Any) -> Any:
-        """What a reference within the schema means; None: it leads nowhere, or out of the
-        schema."""
+        """The part that a reference within the schema leads to; None if it leads nowhere, or out of
+        the schema."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found = self.root
@@ -120,9 +120,11 @@ class Schemas:
         both = (
             _mapping(_mapping(self.root).get(name)).values() for name in ("definitions", "$defs")
         )
-        named = [one for definitions in both for one in reversed([*definitions])]
+        named = [definition for definitions in both for definition in reversed([*definitions])]
         return {
-            anchor: one for one in named if isinstance(anchor := _mapping(one).get("$anchor"), str)
+            anchor: definition
+            for definition in named
+            if isinstance(anchor := _mapping(definition).get("$anchor"), str)
         }
 
     def kinds(self, schema: Any) -> frozenset[str] | None:
@@ -174,8 +176,8 @@ class Schemas:
         return self._types[id(values)]
 
     def keywords(self, schema: Any, *names: str) -> dict[str, Any]:
-        """What a schema says by some keywords, through references and `allOf`: of one that several
-        have, the first one's counts."""
+        """Values of some keywords, through references and `allOf`. If several parts have a keyword,
+        the first part's value counts."""
         found: dict[str, Any] = {}
         for part in self.parts(schema, "allOf"):
             found = {**{name: part[name] for name in names if name in part}, **found}
@@ -206,7 +208,7 @@ class Schemas:
         ]
         if not found:
             others = (part.get("additionalProperties") for part in parts)
-            found = [one for one in others if isinstance(one, Mapping)]
+            found = [subschema for subschema in others if isinstance(subschema, Mapping)]
         return _any_of(found)
 
     def may_have(self, schema: Any, name: str) -> bool:
@@ -216,7 +218,7 @@ class Schemas:
             for part in self.parts(schema, "allOf", "anyOf", "oneOf")
             if isinstance(part.get("properties"), Mapping)
         ]
-        return not named or any(name in one for one in named)
+        return not named or any(name in definition for definition in named)
 
     def items(self, schema: Any) -> Any:
         """The schema of a list's items; None: nothing is said of them."""
@@ -259,10 +261,10 @@ class Schemas:
         reached = dict.fromkeys(moved.references)
         left = [*reached]
         while left:
-            one = self._definition(left.pop())
-            self._copies.charge(one.size)
-            left += [reference for reference in one.references if reference not in reached]
-            reached |= dict.fromkeys(one.references)
+            definition = self._definition(left.pop())
+            self._copies.charge(definition.size)
+            left += [reference for reference in definition.references if reference not in reached]
+            reached |= dict.fromkeys(definition.references)
         definitions = {
             self._names[reference]: self._definition(reference).schema for reference in reached
         }
@@ -279,15 +281,15 @@ class Schemas:
 
         def moved(value: Any, *, are_names: bool = False) -> Any:
             if isinstance(value, list):
-                return [moved(one) for one in value]
+                return [moved(item) for item in value]
             if not isinstance(value, Mapping):
                 return value
             if are_names:
-                return {name: moved(one) for name, one in value.items()}
+                return {name: moved(item) for name, item in value.items()}
             # Its own definitions are reached by references.
             copy = {
-                name: one if name in _VALUES else moved(one, are_names=name in _NAMED)
-                for name, one in value.items()
+                name: item if name in _VALUES else moved(item, are_names=name in _NAMED)
+                for name, item in value.items()
                 if name not in ("$defs", "definitions")
             }
             reference = value.get("$ref")
@@ -312,18 +314,18 @@ class Schemas:
         if kinds is None or kinds == {"string"}:
             return _dumps(value)
         plain = value.strip()
-        told = read_json(plain)
+        parsed = read_json(plain)
         listed = self.values(schema)
         for text in (value, plain):
-            if text in [one for one in listed if isinstance(one, str)]:
+            if text in [value for value in listed if isinstance(value, str)]:
                 return _dumps(text)
-        if told is not None:
-            read = json.loads(told)
-            # Of a text in quotes, the quotes are its own.
+        if parsed is not None:
+            read = json.loads(parsed)
+            # The quotes of a quoted text belong to the text.
             if not isinstance(read, str) and not kinds.isdisjoint(_types_of(read)):
-                return told
+                return parsed
             if "string" not in kinds:
-                return told
+                return parsed
         return _dumps(value)
 
 
@@ -336,11 +338,11 @@ def _dumps(value: str) -> str:
     return text
 
 
-def _types(told: Any) -> frozenset[str] | None:
+def _types(types: Any) -> frozenset[str] | None:
     names = (
-        [told]
-        if isinstance(told, str)
-        else [name for name in _listed(told) if isinstance(name, str)]
+        [types]
+        if isinstance(types, str)
+        else [name for name in _listed(types) if isinstance(name, str)]
     )
     found = frozenset(names) | (_NUMBERS if "number" in names else frozenset())
     return found or None
@@ -371,11 +373,11 @@ def _values(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     return _listed(schema.get("enum")) or None
 
 
-def _both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
-    if one is None or other is None:
-        return other if one is None else one
+def _both(first: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+    if first is None or other is None:
+        return other if first is None else first
     # Where they contradict each other no value is right: the first one's types are as good.
-    return one & other or one or other
+    return first & other or first or other
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -391,27 +393,27 @@ def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
     """All mappings in a schema."""
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, Mapping):
-            yield one
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
+        subschema = left.pop()
+        if isinstance(subschema, Mapping):
+            yield subschema
+            left += subschema.values()
+        elif isinstance(subschema, list):
+            left += subschema
 
 
 def refers(schema: Any) -> bool:
     """Whether there are references in a schema."""
-    return any("$ref" in one for one in _mappings(schema))
+    return any("$ref" in mapping for mapping in _mappings(schema))
 
 
 def _moved(value: Any, definition: str) -> Any:
     """A schema whose references lead into a definition that is the whole schema."""
     if isinstance(value, list):
-        return [_moved(one, definition) for one in value]
+        return [_moved(item, definition) for item in value]
     if not isinstance(value, Mapping):
         return value
     moved = {
-        name: one if name in _VALUES else _moved(one, definition) for name, one in value.items()
+        name: item if name in _VALUES else _moved(item, definition) for name, item in value.items()
     }
     reference = value.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):

@@ -19,7 +19,7 @@ CALL_MARKS = (
     "<|tool_call>",
     "<\N{FULLWIDTH VERTICAL LINE}tool\N{LOWER ONE EIGHTH BLOCK}call",
 )
-"""What calls begin with, in the formats of models that reason."""
+"""Beginnings of calls in the formats of reasoning models."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of templates for whether there is to be reasoning."""
 

@@ -14,8 +14,8 @@ from toolkit_lm_parsers.marks import PROMPT_END, Marks, ReasoningReader
 
 
 class SequenceBudget:
-    """Where one sequence stands. All of it follows from its tokens, so that nothing else has to
-    survive a preemption."""
+    """Reasoning budget of one sequence. Its state follows from the tokens alone, so nothing else
+    must survive a preemption."""
 
     def __init__(self, row: ProcessorRow, arguments: Mapping[str, Any]) -> None:
         prompt = row.token_ids[

@@ -66,7 +66,7 @@ class ToolCallTagParser(MarkedCalls):
         return arguments is not None and self.call(name, arguments)
 
     def _name(self) -> Reading[str | None]:
-        """What comes before the end of a tag, also in quotes."""
+        """Reads a function's name up to the end of a tag. Quotes around it are removed."""
         name = yield from self.word((">",))
         return (name.strip("\"'") or None) if name and (yield from self.accept(">")) else None
 
@@ -103,9 +103,9 @@ class ToolCallTagParser(MarkedCalls):
         """
         read: list[str] = []
         places: dict[str, int] = {}
-        """Where calls begin and end in what was read."""
+        """Positions of the marks of calls in the text read so far."""
         end: int | None = None
-        """Where the next thing begins."""
+        """Position where the next item begins."""
         length = 0
         is_function = False
         while True:
@@ -154,7 +154,7 @@ class ToolCallTagParser(MarkedCalls):
         return "".join(read)[:end]
 
     def _inner_name(self) -> Reading[str]:
-        """What may be a parameter's name, with the bracket that ends it."""
+        """Reads a possible parameter name, with the bracket that ends it."""
         name = ""
         while (
             len(name) < MAX_NAME
@@ -237,22 +237,22 @@ class QwenCoderFormat(AnswerFormat):
 
 
 def _parameters(schemas: Schemas) -> Structure:
-    """Those that are required must come, in the order of the schema. A schema that names none takes
-    any."""
+    """The structure of all parameters. Required ones must come, in the schema's order. A schema
+    without properties allows any text."""
     whole = schemas.merged(schemas.root)
     if "properties" not in whole:
         return ANY_TEXT
-    told = whole.get("required")
+    required_names = whole.get("required")
     required = (
-        frozenset(name for name in told if isinstance(name, str))
-        if isinstance(told, list)
+        frozenset(name for name in required_names if isinstance(name, str))
+        if isinstance(required_names, list)
         else frozenset[str]()
     )
     elements: list[Structure] = []
-    for key, one in _mapping(whole["properties"]).items():
+    for key, schema in _mapping(whole["properties"]).items():
         begin = f"{_PARAMETER}{key}>\n"
         end = f"\n{_END_PARAMETER}\n"
-        written = tag(begin, _content(schemas, one), end)
+        written = tag(begin, _content(schemas, schema), end)
         elements.append(written if key in required else choice(written, text("")))
     return sequence(*elements) if elements else text("")
 
@@ -264,21 +264,23 @@ def _content(schemas: Schemas, schema: Any) -> Structure:
         return ANY_TEXT
     if "string" not in kinds:
         return json_schema(schemas.alone(schema))
-    told = schemas.keywords(schema, "const", "enum", "anyOf", "oneOf", "pattern")
-    if not {"anyOf", "oneOf"} & told.keys() and (listed := schemas.values_of(told)):
-        return choice(*(text(one if isinstance(one, str) else json.dumps(one)) for one in listed))
+    keywords = schemas.keywords(schema, "const", "enum", "anyOf", "oneOf", "pattern")
+    if not {"anyOf", "oneOf"} & keywords.keys() and (listed := schemas.values_of(keywords)):
+        return choice(
+            *(text(value if isinstance(value, str) else json.dumps(value)) for value in listed)
+        )
     if (
         kinds == {"string"}
-        and isinstance(pattern := told.get("pattern"), str)
+        and isinstance(pattern := keywords.get("pattern"), str)
         and _is_whole(pattern)
     ):
         return {"type": "regex", "pattern": pattern[1:-1]}
-    # What is no text may be part of any.
+    # Any text may contain a value that is not a text.
     return ANY_TEXT
 
 
 def _is_whole(pattern: str) -> bool:
-    """Whether a pattern is of a whole text, and looks at nothing but the next character."""
+    """Whether a pattern matches a whole text, without lookaround or back references."""
     looks = pattern.replace("(?:", "").count("(?") or any(
         f"\\{digit}" in pattern for digit in "123456789"
     )

@@ -21,7 +21,7 @@ class SequenceClassifier(Converted):
     """Classes or a score of the last token, unless an option says otherwise."""
 
     origin: ClassVar[Origin]
-    """Where the classifier's weights come from."""
+    """Origin of the classifier's weights."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -36,11 +36,11 @@ class SequenceClassifier(Converted):
             vllm_config, self.score, default="LAST", num_labels=self.origin.num_labels
         )
 
-    def take_head(self, name: str, tensor: Tensor) -> None:
+    def load_head(self, name: str, tensor: Tensor) -> None:
         if self.origin.is_from_head:
             self.score.fill(name, self.origin.of_head(tensor))
 
-    def take_score(self, name: str, tensor: Tensor) -> None:
+    def load_score(self, name: str, tensor: Tensor) -> None:
         if not self.origin.is_from_head:
             self.score.fill(name, tensor)
 

@@ -1,5 +1,5 @@
-"""What all adapters do: a subclass of a language model's class, without the head, and with the
-checkpoint's names as they come."""
+"""Base of all adapters: a subclass of a language model's class without its head, which takes the
+checkpoint's names unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolkit_lm.pooling import Pooler
 from torch import Tensor, nn
 
 _HEAD_NAMES = ("lm_head", "embed_out", "output")
-"""What heads that are plain linear layers are called."""
+"""Usual names of heads that are plain linear layers."""
 SCORE = "score."
-"""What the names of a classifier's weights begin with."""
+"""Prefix of the names of a classifier's weights."""
 
 
 class Converted(Model):
@@ -45,11 +45,11 @@ class Converted(Model):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(self._body(weights))
 
-    def take_head(self, name: str, tensor: Tensor) -> None:
+    def load_head(self, name: str, tensor: Tensor) -> None:
         """Is shown the head's tensors ("weight", "bias"), or a tied embedding as "weight", while
         the weights are loaded."""
 
-    def take_score(self, name: str, tensor: Tensor) -> None:
+    def load_score(self, name: str, tensor: Tensor) -> None:
         """Is shown the tensors of a trained classifier ("weight", "bias"), while the weights are
         loaded."""
 
@@ -63,7 +63,7 @@ class Converted(Model):
         seen = set()
         for stored, tensor in weights:
             if stored.startswith(SCORE):
-                self.take_score(stored.removeprefix(SCORE), tensor)
+                self.load_score(stored.removeprefix(SCORE), tensor)
                 continue
             name = self._full_name(stored)
             final = self._renamed(name)
@@ -73,13 +73,13 @@ class Converted(Model):
             if not final.startswith(head):
                 yield name, tensor
                 continue
-            self.take_head(final.removeprefix(head), tensor)
+            self.load_head(final.removeprefix(head), tensor)
             if final in self.head_weights:
                 stand_in = tensor
         if embedding is not None and f"{head}weight" not in seen:
-            self.take_head("weight", embedding)
+            self.load_head("weight", embedding)
         if tied is not None and tied not in seen and stand_in is not None:
-            # Of a tied pair the checkpoint holds the head only.
+            # The checkpoint holds only the head of a tied pair.
             yield tied, stand_in
 
     def _full_name(self, name: str) -> str:
@@ -136,8 +136,8 @@ def is_pooling_model(model_class: type[Model], vllm_config: VllmConfig) -> bool:
 
 
 def _find_head(model: Model, name: str) -> str:
-    """Its name in `model`, whose class is called `name`. Of a pipeline rank without a head, that of
-    what stands for it."""
+    """Name of the head in `model`, whose class is called `name`. On a pipeline rank without a head:
+    the name of its stand-in."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for found, module in modules.items():
         if isinstance(module, ParallelLMHead):

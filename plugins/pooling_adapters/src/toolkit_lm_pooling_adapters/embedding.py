@@ -21,7 +21,7 @@ class EmbeddingModel(Converted):
 
 
 class GeneratingEmbeddingModel(Model):
-    """Embeddings beside generation, with the same weights."""
+    """A model that generates and embeds with the same weights."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -31,4 +31,4 @@ REGISTRIES = {
     "toolkit_register_score_templates": ScoreTemplateRegistry,
     "toolkit_register_pair_renderers": PairRendererRegistry,
 }
-"""By hook: what the loader fills."""
+"""Registry that the loader fills for each hook."""

@@ -1,5 +1,5 @@
-"""What a pooling model reads of its users' texts: with the checkpoint's prompts, as pairs, and as a
-reranker has them."""
+"""Prepares users' texts for a pooling model: with the checkpoint's prompts, as pairs, or with a
+reranker's template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_ROLE = LateInteractionRole()
 
 
 class PromptPrefix(NamedTuple):
-    """What a prompt's name asks for."""
+    """Prompt that a prompt name stands for."""
 
     text: str
     """Goes before the prompt."""
@@ -46,25 +46,26 @@ class PoolingInputProcessor(PoolingInputs):
             config.checkpoint.hf_config, config.pooler.matryoshka
         )
         self.prompts: dict[str, str] = {}
-        """Of the checkpoint: texts that go before the input, by name."""
+        """Prompts of the checkpoint by name: texts that go before the input."""
         self.default_prompt_name: str | None = None
         self.lower_case = False
         self._left_out: dict[str, int] = {}
         """Prompts whose tokens have no part in an embedding, and how many tokens they have."""
         self.similarity = "cosine"
-        """What embeddings are compared by: cosine, dot, euclidean or manhattan."""
+        """Similarity of embeddings: cosine, dot, euclidean or manhattan."""
         self.scored_normalized: bool | None = None
         """Whether embeddings that are compared have length 1. None: as those of other requests."""
         self.roles: dict[str, LateInteractionRole] = {}
-        """Of late interaction: how texts with the prompt names "query" and "document" are read and
+        """Late interaction: by prompt name ("query", "document"), how such texts are read and
         compared."""
         self._num_opening = 0
         """Special tokens with which each text begins, where a role has a marker."""
         self.averages = False
-        """Of late interaction: the best products of a query's tokens are averaged, not summed."""
+        """Late interaction: the best products of a query's tokens are averaged instead of
+        summed."""
         self.pair_renderer: PairRenderer | None = None
-        """Of rerankers that are language models. None: query and document are a pair of texts,
-        which the renderer joins."""
+        """Renders pairs for rerankers that are language models. None: the renderer joins query and
+        document as a pair of texts."""
         if config.model.runner == "pooling":
             # mypy: an abstract class stands for those that are made.
             kind: Any = PairRenderer
@@ -74,10 +75,11 @@ class PoolingInputProcessor(PoolingInputs):
         elif not config.model.extra_tasks:
             return
         if found := details_of(config.checkpoint.pooling_profile):
-            self._take_details(found, config)
+            self._apply_details(found, config)
 
-    def _take_details(self, found: PoolingDetails, config: VllmConfig) -> None:
-        """What the checkpoint's files say. Raises CheckpointError for what is not supported."""
+    def _apply_details(self, found: PoolingDetails, config: VllmConfig) -> None:
+        """Takes over settings from the checkpoint's files. Raises CheckpointError for unsupported
+        ones."""
         if found.refusal is not None:
             raise CheckpointError(found.refusal)
         self.prompts = found.prompts
@@ -109,7 +111,7 @@ class PoolingInputProcessor(PoolingInputs):
                 for text in found.prompts.values()
                 if text
             }
-        self._take_roles(found, config)
+        self._set_roles(found, config)
         if self.default_prompt_name is not None:
             # Queries and documents without a prompt of their own have none, as in
             # sentence-transformers, and not the default.
@@ -157,9 +159,9 @@ class PoolingInputProcessor(PoolingInputs):
         half = len(prompts) // 2
         parts = (slice(None, half), slice(half, None))
         return [
-            one
+            text
             for part in parts
-            for one in self._render_each(prompts[part], prefixes[part], most, instruction)
+            for text in self._render_each(prompts[part], prefixes[part], most, instruction)
         ]
 
     def _render(
@@ -194,24 +196,25 @@ class PoolingInputProcessor(PoolingInputs):
         others = iter(self._tokens(texts, roles, most))
         if self._left_out:
             others = (
-                one._replace(pooling_start=start) for one, start in zip(others, starts, strict=True)
+                pair._replace(pooling_start=start)
+                for pair, start in zip(others, starts, strict=True)
             )
-        return [next(others) if one is None else one for one in rendered]
+        return [next(others) if pair is None else pair for pair in rendered]
 
     def _tokens(
         self, texts: list[str | TextPair], roles: list[LateInteractionRole], most: int | None
     ) -> list[RenderedText]:
-        """Of each text or pair, as its role wants it."""
+        """Tokens of each text or pair, in the form of its role."""
         rendered = dict[int, RenderedText]()
         for role in dict.fromkeys(roles):
-            places = [place for place, one in enumerate(roles) if one == role]
+            places = [place for place, known in enumerate(roles) if known == role]
             limit = role.text_tokens(most, self.max_tokens)
-            for place, one in zip(
+            for place, text in zip(
                 places,
                 self.renderer.render_texts([texts[i] for i in places], max_tokens=limit),
                 strict=True,
             ):
-                rendered[place] = role.complete(one, self._num_opening)
+                rendered[place] = role.complete(text, self._num_opening)
         return [rendered[place] for place in range(len(texts))]
 
     def _item(self, prompt: Any, prefix: PromptPrefix) -> str | TextPair | RenderedText:
@@ -232,8 +235,8 @@ class PoolingInputProcessor(PoolingInputs):
         return self._lowered(prefix.text + parsed["prompt"]) if parsed["prompt"] else ""
 
     def _num_tokens(self, prompt: str) -> int:
-        """Of a prompt with the special tokens around it, except for one at the end: as
-        sentence-transformers counts them."""
+        """Number of tokens of a prompt with the special tokens around it, except one at the end,
+        the same as in sentence-transformers."""
         (rendered,) = self.renderer.render_texts([prompt], max_tokens=self.max_tokens)
         last = rendered.token_ids[-1:]
         is_special = self.renderer.decode(last, skip_special_tokens=True) != self.renderer.decode(
@@ -277,7 +280,7 @@ class PoolingInputProcessor(PoolingInputs):
             )
 
     def _prefixes(self, names: str | Sequence[str | None] | None, count: int) -> list[PromptPrefix]:
-        """What goes before each prompt."""
+        """Prefix of each prompt."""
         if names is None or isinstance(names, str):
             return [self._prefix(names)] * count
         if not isinstance(names, list | tuple) or len(names) != count:
@@ -303,7 +306,7 @@ class PoolingInputProcessor(PoolingInputs):
             self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for
         )
 
-    def _take_roles(self, found: PoolingDetails, config: VllmConfig) -> None:
+    def _set_roles(self, found: PoolingDetails, config: VllmConfig) -> None:
         self.roles = make_roles(
             found,
             lambda text: self.renderer.render_prompt(text, add_special_tokens=False).token_ids,

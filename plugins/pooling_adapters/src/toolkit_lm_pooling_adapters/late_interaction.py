@@ -54,7 +54,7 @@ class LateInteractionRole(Struct, frozen=True, kw_only=True):
         )
 
     def compared(self, token_ids: list[int]) -> np.ndarray:
-        """Which tokens' vectors have a part in scores: [tokens] bool."""
+        """Tokens whose vectors count in scores: [tokens] bool."""
         left_out = self.profile.left_out
         kept = self.profile.kept
         return np.array(
@@ -71,8 +71,8 @@ def make_roles(profile: PoolingDetails, tokenize: Tokenize) -> dict[str, LateInt
 
 
 def _make_role(profile: RoleProfile, lower_case: bool, tokenize: Tokenize) -> LateInteractionRole:
-    """Where the tokenizer would take a marker for several tokens, the one that it is stands
-    apart."""
+    """Makes a role. If the tokenizer would split its marker into several tokens, the marker's token
+    is kept separately."""
     prompt = profile.prompt
     marker = profile.marker
     if marker is None or tokenize(marker.text.lower() if lower_case else marker.text) == [

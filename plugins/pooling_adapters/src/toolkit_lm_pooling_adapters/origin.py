@@ -1,4 +1,4 @@
-"""Where a classifier's weights come from: trained ones of the checkpoint, or rows of the
+"""Finds the weights of a classifier: trained ones of the checkpoint, or rows of the
 language-modeling head."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reranker(NamedTuple):
     name: str
     method: str
     words: tuple[str, ...]
-    """Of two, the first is "no"."""
+    """Words whose logits are compared. If there are two, the first means "no"."""
     template: str
     """Name of the score template that it is registered with."""
 
@@ -47,7 +47,7 @@ RERANKERS: Mapping[str, Reranker] = MappingProxyType(
         ),
     }
 )
-"""By architecture. Their prompts are in score_templates.py."""
+"""Rerankers by architecture. Their prompts are in score_templates.py."""
 
 _BENT_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logits_scaling")
 """Keys of config.json that change logits after the head: a difference of rows would not be a
@@ -60,7 +60,7 @@ class Origin:
 
     num_labels: int
     has_bias: bool = False
-    """Of a trained one: the checkpoint has a bias too."""
+    """Whether the checkpoint of a trained classifier has a bias too."""
     token_ids: tuple[int, ...] = ()
     is_difference: bool = False
     """One label: the second row minus the first."""
@@ -70,8 +70,7 @@ class Origin:
         return bool(self.token_ids)
 
     def of_head(self, tensor: Tensor) -> Tensor:
-        """What the classifier takes of the head's weight [V, H] or bias [V]. Raises
-        CheckpointError."""
+        """The classifier's part of the head's weight [V, H] or bias [V]. Raises CheckpointError."""
         if max(self.token_ids) >= len(tensor):
             raise CheckpointError(
                 f"the head has {len(tensor)} tokens, and no token {max(self.token_ids)} to make "
@@ -82,11 +81,11 @@ class Origin:
 
 
 def classifier_origin(vllm_config: VllmConfig) -> Origin:
-    """Of a checkpoint, and of the options classifier_method and classifier_tokens.
+    """The classifier's origin for a checkpoint and the options classifier_method and
+    classifier_tokens.
 
-    Raises UnsupportedError where there is none, ConfigError for options and CheckpointError for
-    files that do not fit.
-    """
+    Raises UnsupportedError if there is no classifier, and ConfigError for options or
+    CheckpointError for files that do not fit."""
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     folder = vllm_config.checkpoint.path
     hf_config = vllm_config.hf_config
@@ -97,15 +96,15 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
         return Origin(num_labels_of(hf_config) if known is None else 1)
     stored = stored_weights(folder)
     trained = "score.weight" in stored
-    given = {
+    stated = {
         name: value
         for name in ("classifier_method", "classifier_tokens")
         if (value := getattr(options, name)) not in ("auto", None)
     }
-    if trained and not given:
+    if trained and not stated:
         return Origin(num_labels_of(hf_config), has_bias="score.bias" in stored)
     if trained:
-        name, value = next(iter(given.items()))
+        name, value = next(iter(stated.items()))
         raise ConfigError(
             f"{name} {value!r} is for checkpoints without a classifier, and {folder!r} has a "
             "trained one."
@@ -116,7 +115,7 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
             "logits after the head."
         )
     if (
-        not given
+        not stated
         and (found := _logit_score(details_of(vllm_config.checkpoint.pooling_profile))) is not None
     ):
         return found
@@ -143,12 +142,12 @@ def _warn(folder: str, name: str, known: Reranker, words: tuple[str, ...]) -> No
     logger.warning(
         "%s: this %s has no trained classifier. It is run as a reranker like %s. If it is not "
         "one, its scores mean nothing. Options "
-        "that were assumed: --classifier-method %s --classifier-tokens %s --score-template %s",
+        "that were assumed: classifier_method=%r classifier_tokens=%r score_template=%r",
         folder,
         name,
         known.name,
         known.method,
-        ",".join(words),
+        list(words),
         known.template,
     )
 
@@ -164,9 +163,9 @@ def _asked(
             raise UnsupportedError(
                 f"the checkpoint has no trained classifier (score.weight), and {name} is not "
                 "known as a reranker "
-                f"({', '.join(RERANKERS)}). Use --classifier-method {DIFFERENCE} "
-                "--classifier-tokens FALSE,TRUE, or "
-                f"--classifier-method {ROWS} --classifier-tokens WORD."
+                f"({', '.join(RERANKERS)}). Use classifier_method={DIFFERENCE!r} "
+                "classifier_tokens=['FALSE', 'TRUE'], or "
+                f"classifier_method={ROWS!r} classifier_tokens=['WORD']."
             )
         method = known.method
     if words is None:
@@ -185,7 +184,7 @@ def _asked(
 
 
 def _logit_score(found: PoolingDetails | None) -> Origin | None:
-    """What a reranker's own files say."""
+    """The origin that a reranker's own files state, if any."""
     if found is None or found.logit_score is None:
         return None
     score = found.logit_score
@@ -199,7 +198,7 @@ def _token_id(word: str, folder: Path) -> int:
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        # What the file says of batches is not about one word.
+        # The file's settings for batches do not apply to a single word.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         ids: list[int] = tokenizer.encode(word, add_special_tokens=False).ids

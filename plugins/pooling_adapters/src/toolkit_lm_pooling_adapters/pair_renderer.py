@@ -1,4 +1,4 @@
-"""What reads a query and a document as one text, in place of a pair of texts."""
+"""Contract for rendering a query and a document as one text instead of a pair of texts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class ScoreTemplateEntry(Entry):
     """A score template."""
 
     architectures: tuple[str, ...] = ()
-    """Rerankers of these architectures are given it where nobody names one."""
+    """Reranker architectures that use this template by default."""
 
 
 class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
@@ -43,12 +43,11 @@ class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
 
 
 class PairRendererRegistry(PlainRegistry):
-    """What reads a query and a document as one text, by name.
+    """Renderers of a query and a document as one text, by name.
 
     A target is a function (config, renderer, plugins) ->
     toolkit_lm_pooling_adapters.pair_renderer.PairRenderer | None. Its module imports no torch.
-    `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries
-    and documents stay pairs.
-    """
+    `config` is the resolved config of a pooling engine; `plugins` is the loaded set. None: queries
+    and documents stay pairs."""
 
     noun = "pair renderer"

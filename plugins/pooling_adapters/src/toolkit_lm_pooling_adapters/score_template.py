@@ -37,7 +37,7 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
     """The option that its reranker scores with, where the classifier is made of the
     language-modeling head."""
     classifier_tokens: tuple[str, ...] = ()
-    """As classifier_method."""
+    """Words for the option classifier_tokens, to go with classifier_method."""
 
     def __post_init__(self) -> None:
         text = "".join(self.pieces)
@@ -64,8 +64,8 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
 
     def render(self, query: str, document: str, instruction: str | None = None) -> list[str]:
         """The pieces, with their places filled. What is filled in is not looked into for places."""
-        given = instruction or self.instruction
-        written = self.instruction_text.replace("{instruction}", given) if given else ""
+        text = instruction or self.instruction
+        written = self.instruction_text.replace("{instruction}", text) if text else ""
         values = {"query": query, "document": document, "instruction": written}
         return [_PLACE.sub(lambda place: values[place[1]], piece) for piece in self.pieces]
 
@@ -158,7 +158,7 @@ def _tokens(renderer: Renderer, piece: str) -> list[int]:
 
 
 def _special_tokens(renderer: Renderer, text: str) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """Special tokens that the tokenizer puts before and after a text."""
     plain, whole = (
         renderer.render_prompt(text, add_special_tokens=added).token_ids for added in (False, True)
     )

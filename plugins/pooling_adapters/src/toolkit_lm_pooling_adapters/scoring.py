@@ -21,25 +21,25 @@ from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two embeddings [D]: a bi-encoder's score, from -1 to 1. 0 where one of them has no
-    length."""
+    """Cosine similarity of two embeddings [D], from -1 to 1: a bi-encoder's score. 0 if one of them
+    has length 0."""
     first, second = first.astype(np.float64), second.astype(np.float64)
     lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
     return min(max(float(first @ second) / lengths, -1.0), 1.0) if lengths else 0.0
 
 
 def dot(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two embeddings [D]: their dot product."""
+    """Dot product of two embeddings [D]."""
     return float(first.astype(np.float64) @ second.astype(np.float64))
 
 
 def euclidean(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two embeddings [D]: their distance, negated: 0 at most, and more for what is nearer."""
+    """Negated distance of two embeddings [D]: at most 0, and greater for nearer ones."""
     return -float(np.linalg.norm(first.astype(np.float64) - second.astype(np.float64)))
 
 
 def manhattan(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two embeddings [D]: the sum of the distances in each dimension, negated."""
+    """Negated sum of the distances of two embeddings [D] in each dimension."""
     return -float(np.abs(first.astype(np.float64) - second.astype(np.float64)).sum())
 
 
@@ -50,26 +50,24 @@ SIMILARITIES: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = MappingP
 
 
 _NO_TOKENS = -1e9
-"""What sentence-transformers gives a document of which no token is compared."""
+"""Score in sentence-transformers of a document without compared tokens."""
 
 
 def max_sim(query: np.ndarray, document: np.ndarray) -> float:
-    """Of two texts' token embeddings [tokens, D]: a late-interaction score (Khattab and Zaharia
-    2020).
+    """Late-interaction score of two texts' token embeddings [tokens, D] (Khattab and Zaharia 2020).
 
-    For each token of the query the dot product with the document's token that fits best, summed. A
-    document without tokens fits worst.
-    """
+    For each token of the query, the largest dot product with a token of the document; these are
+    summed. A document without tokens gets the lowest score."""
     return float((query @ document.T).max(axis=1).sum()) if len(document) else _NO_TOKENS
 
 
 def mean_max_sim(query: np.ndarray, document: np.ndarray) -> float:
-    """As `max_sim`, divided by the number of the query's tokens."""
+    """`max_sim` divided by the number of the query's tokens."""
     return max_sim(query, document) / max(len(query), 1)
 
 
 class ScoreKind(Enum):
-    """What a model's score is made of."""
+    """Method by which a model scores pairs."""
 
     CROSS_ENCODER = "cross-encoder"
     BI_ENCODER = "bi-encoder"
@@ -90,7 +88,7 @@ def score_kind(tasks: Collection[Task]) -> ScoreKind:
         ": its classifier has several labels, and a score needs one" if "classify" in tasks else ""
     )
     way_out = (
-        f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
+        f" {way_to_serve('embed')} Rerankers: convert='classify'." if "generate" in tasks else ""
     )
     raise RequestError(
         f"this model does not score texts{why}. Supported: {', '.join(tasks)}.{way_out}", "task"
@@ -157,11 +155,11 @@ class TextScoring(Scoring):
         self._fields = fields
         self._alone = isinstance(queries, str), isinstance(documents, str)
         self.prompts: list[str | TextPair]
-        """What the engine is to read."""
+        """Prompts for the engine."""
         self.prompt_names: list[str | None]
         """The name of the checkpoint's prompt that goes before each."""
         self.names: list[str]
-        """What errors call each."""
+        """Name of each prompt in errors."""
         if self.kind is ScoreKind.CROSS_ENCODER:
             self.prompts = list(pairs)
             self.prompt_names = [None] * len(pairs)
@@ -183,11 +181,10 @@ class TextScoring(Scoring):
         return self._fields[role] if self._alone[role] else f"{self._fields[role]}[{number}]"
 
     def culprit(self, error: RequestError) -> RequestError:
-        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for
-        its query alone.
+        """The error to report for `error`, which one of `prompts` raised: a pair may fail because
+        of its query alone.
 
-        It tokenizes the queries again.
-        """
+        It tokenizes the queries again."""
         if self.kind is not ScoreKind.CROSS_ENCODER or error.param != self._fields[1]:
             return error
         is_too_long = isinstance(error, ContextLengthError)
@@ -201,8 +198,8 @@ class TextScoring(Scoring):
                 [rendered] = self._texts.renderer.render_texts(
                     [query], max_tokens=None if is_too_long else most
                 )
-            except RequestError as its:
-                return type(its)(f"{name}: {its}", self._fields[0])
+            except RequestError as cause:
+                return type(cause)(f"{name}: {cause}", self._fields[0])
             if is_too_long and len(rendered.token_ids) >= most:
                 limit = (
                     f"with a document it must stay within max_model_len, {most}. Please reduce "
@@ -213,22 +210,22 @@ class TextScoring(Scoring):
                 )
         return error
 
-    def params(self, given: PoolingParams | None = None) -> PoolingParams:
-        """What was `given`, with the task, and with `normalize` as the comparison needs it. Raises
+    def params(self, params: PoolingParams | None = None) -> PoolingParams:
+        """`params` with the task, and with `normalize` set for the comparison. Raises
         RequestError."""
-        given = PoolingParams() if given is None else given
-        if not isinstance(given, PoolingParams):
+        params = PoolingParams() if params is None else params
+        if not isinstance(params, PoolingParams):
             raise RequestError(
-                f"params must be PoolingParams, not a {type(given).__name__}.", "params"
+                f"params must be PoolingParams, not a {type(params).__name__}.", "params"
             )
-        if given.task not in (self.task, PoolingParams().task):
+        if params.task not in (self.task, PoolingParams().task):
             raise RequestError(
-                f"this model scores by the task {self.task!r}, but params are for {given.task!r}.",
+                f"this model scores by the task {self.task!r}, but params are for {params.task!r}.",
                 "task",
             )
-        return given.replace(
+        return params.replace(
             task=self.task,
-            normalize=self._normalize if given.normalize is None else given.normalize,
+            normalize=self._normalize if params.normalize is None else params.normalize,
         )
 
     def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
@@ -244,7 +241,7 @@ class TextScoring(Scoring):
         ]
 
     def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
-        """What is compared of it; None where it failed."""
+        """Vectors of an output that are compared; None if it failed."""
         role = None if name is None else self._roles.get(name)
         data = output.outputs.data
         return (
@@ -278,9 +275,9 @@ def _pairs(
     return list(zip(queries, documents, strict=True))
 
 
-def _texts(given: str | Sequence[str], param: str) -> list[str]:
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
+def _texts(texts: str | Sequence[str], param: str) -> list[str]:
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{param} must be a text, or a list of texts.", param)
-    return list(given)
+    return list(texts)

@@ -1,4 +1,4 @@
-"""Which score template an engine's pairs of query and document are written with."""
+"""Chooses the score template for an engine's pairs of query and document."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 
 def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate | None:
-    """Of a resolved config: that of the option `score_template` (a name, or a file), else that of a
-    reranker's architecture.
+    """The score template of a resolved config: the one in the option `score_template` (a name or a
+    file), else the one of a reranker's architecture.
 
-    None: query and document are a pair of texts that the renderer joins. A template of an
-    architecture is for language models without a trained classifier that are to classify, and that
-    do so as its reranker does. Raises ConfigError and PluginError.
-    """
+    None: query and document are a pair of texts that the renderer joins. An architecture's template
+    applies only to language models without a trained classifier that classify by the reranker's
+    method. Raises ConfigError and PluginError."""
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     templates = plugins.brought_registry(ScoreTemplateRegistry)
     wanted = config.pooler.score_template

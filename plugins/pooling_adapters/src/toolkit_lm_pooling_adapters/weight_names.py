@@ -1,5 +1,5 @@
-"""Which weights a checkpoint holds, by name: read from the headers of its safetensors files,
-without torch."""
+"""Reads the names of a checkpoint's weights from the headers of its safetensors files, without
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTH_BYTES = 8
 
 
 def stored_weights(folder: str | Path) -> frozenset[str]:
-    """The names of a checkpoint folder's weights. Empty where there is no safetensors file. Raises
+    """Names of the weights in a checkpoint folder; empty without a safetensors file. Raises
     CheckpointError for a broken one."""
     index = Path(folder, _INDEX)
     single = Path(folder, _SINGLE)

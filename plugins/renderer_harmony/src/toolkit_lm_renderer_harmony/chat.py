@@ -24,7 +24,7 @@ class Chat:
     def __init__(self, max_chars: int) -> None:
         self._budget = TextBudget("the conversation", max_chars)
         self._called: dict[str, str] = {}
-        """By id of a tool call, the function that was called."""
+        """Name of the called function, by id of the tool call."""
 
     def read(
         self, messages: Conversation, tools: Any, settings: Mapping[str, Any] | None
@@ -54,8 +54,8 @@ class Chat:
             raise RequestError(
                 f"{_SETTINGS} must be a mapping, not a {type(settings).__name__}.", _SETTINGS
             )
-        given = dict(settings or {})
-        for name, value in given.items():
+        fields = dict(settings or {})
+        for name, value in fields.items():
             if name not in _KNOWN:
                 raise RequestError(
                     f"harmony has no chat template, and takes no {name!r:.100}. "
@@ -66,15 +66,15 @@ class Chat:
                 wanted = f"one of {', '.join(_EFFORTS)}" if name == "reasoning_effort" else "a text"
                 raise RequestError(f"{name} must be {wanted}, not {value!r:.100}.", _SETTINGS)
             self._text(value, _SETTINGS)
-        # As the template of the checkpoint, which tells today's date.
-        date = given.pop("conversation_start_date", None) or datetime.now().strftime("%Y-%m-%d")
-        effort = str(given.pop("reasoning_effort", "medium")).capitalize()
+        # The checkpoint's template shows today's date too.
+        date = fields.pop("conversation_start_date", None) or datetime.now().strftime("%Y-%m-%d")
+        effort = str(fields.pop("reasoning_effort", "medium")).capitalize()
         return {
             "type": "system_content",
             "reasoning_effort": effort,
             "conversation_start_date": date,
             **_SYSTEM,
-            **given,
+            **fields,
         }
 
     def _tools(self, tools: Any) -> dict[str, Any]:
@@ -88,21 +88,26 @@ class Chat:
             )
         functions = [tool.get("function") for tool in tools]
         if not all(
-            isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions
+            isinstance(function, Mapping) and isinstance(function.get("name"), str)
+            for function in functions
         ):
             raise RequestError("each of tools must have a 'function' with a 'name'.", "tools")
-        plain = [self._plain(dict(one), "tools") for one in functions if isinstance(one, Mapping)]
-        if not all(isinstance(one.get("parameters"), dict | None) for one in plain):
+        plain = [
+            self._plain(dict(function), "tools")
+            for function in functions
+            if isinstance(function, Mapping)
+        ]
+        if not all(isinstance(tool.get("parameters"), dict | None) for tool in plain):
             raise RequestError(
                 "the 'parameters' of a function must be a mapping: a JSON schema.", "tools"
             )
         listed = [
             {
-                "name": one["name"],
-                "description": str(one.get("description") or ""),
-                "parameters": one.get("parameters"),
+                "name": tool["name"],
+                "description": str(tool.get("description") or ""),
+                "parameters": tool.get("parameters"),
             }
-            for one in plain
+            for tool in plain
         ]
         return {"tools": {"functions": {"name": "functions", "tools": listed}}}
 
@@ -142,7 +147,7 @@ class Chat:
         ]
 
     def _answer(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the assistant thought, called and said."""
+        """Messages for the assistant's reasoning, calls and answer."""
         found = []
         if thought := message.get("reasoning_content") or message.get("thinking"):
             found.append(
@@ -194,7 +199,7 @@ class Chat:
                 f"{type(value).__name__}.",
                 param,
             )
-        return self._budget.take(value, param)
+        return self._budget.spend(value, param)
 
     def _plain(self, value: Any, param: str) -> Any:
         """A copy of JSON types only."""
@@ -213,7 +218,7 @@ _SYSTEM = {
         "channel_required": True,
     },
 }
-"""What the format says of gpt-oss."""
+"""Channel settings that the format prescribes for gpt-oss."""
 
 
 def _of(role: str, content: list[dict[str, Any]], **more: str) -> dict[str, Any]:

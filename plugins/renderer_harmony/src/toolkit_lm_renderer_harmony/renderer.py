@@ -18,7 +18,7 @@ from toolkit_lm_renderer_harmony.chat import Chat
 from toolkit_lm_renderer_harmony.vocabulary import load_encoding, missing
 
 _MAX_CHARS = 1 << 20
-"""Of one text: about a second of work."""
+"""Most characters of one text: about a second of work."""
 _LONGEST = 128
 """Characters of the longest token."""
 _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
@@ -53,12 +53,12 @@ class HarmonyRenderer(Renderer):
             config.hf_config.get("eos_token_id"),
         ]
         listed = [
-            one
+            text
             for value in stated
             if value is not None
-            for one in (value if isinstance(value, list) else [value])
+            for text in (value if isinstance(value, list) else [value])
         ]
-        if any(type(one) is not int for one in listed):
+        if any(type(text) is not int for text in listed):
             raise CheckpointError(
                 f"eos_token_id must be a token id or a list of them, not {listed!r:.100}."
             )
@@ -92,7 +92,7 @@ class HarmonyRenderer(Renderer):
             )
         with refusals("messages"):
             conversation = harmony.Conversation.from_messages(
-                [harmony.Message.from_dict(one) for one in chat]
+                [harmony.Message.from_dict(message) for message in chat]
             )
             if generates:
                 return Rendered(
@@ -102,7 +102,7 @@ class HarmonyRenderer(Renderer):
                         )
                     )
                 )
-            # What the assistant thought stays: a later message decides that it goes.
+            # The assistant's reasoning stays: a later message decides whether it is removed.
             token_ids = list(
                 self._encoding.render_conversation(
                     conversation, harmony.RenderConversationConfig(auto_drop_analysis=False)
@@ -118,8 +118,8 @@ class HarmonyRenderer(Renderer):
     def render_prompt(
         self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
     ) -> Rendered:
-        """Text is text: the names of special tokens in it are none. There are no special tokens to
-        add."""
+        """Tokens of a plain text. Names of special tokens in it are read as text. The format adds
+        no special tokens."""
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
@@ -129,7 +129,7 @@ class HarmonyRenderer(Renderer):
         text = parsed["prompt"]
         if not text:
             raise RequestError("the prompt is empty.", "prompt")
-        TextBudget("the prompt", self._max_chars).take(text, "prompt")
+        TextBudget("the prompt", self._max_chars).spend(text, "prompt")
         with refusals("prompt"):
             return Rendered(list(self._encoding.encode(text, disallowed_special=())))
 
@@ -150,7 +150,7 @@ class HarmonyRenderer(Renderer):
         return [self.bytes_of([token_id], skip_special_tokens) for token_id in token_ids]
 
     def bytes_of(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
-        """Of these tokens together. Ids without a token are passed over."""
+        """Bytes of these tokens together. Ids without a token are skipped."""
         end = _FIRST_SPECIAL if skip_special_tokens else _SIZE
         return b"".join(self._piece(token_id) for token_id in token_ids if 0 <= token_id < end)
 

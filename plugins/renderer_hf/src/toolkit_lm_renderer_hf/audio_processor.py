@@ -33,7 +33,7 @@ _PACKAGES = (
     "toolkit-lm-media",
     "toolkit-lm-renderer-hf",
 )
-"""What may change a number."""
+"""Packages whose version may change the numbers of a feature."""
 _DEFAULTS = {
     "feature_size": 80,
     "sampling_rate": 16000,
@@ -41,7 +41,7 @@ _DEFAULTS = {
     "chunk_length": 30,
     "n_fft": 400,
 }
-"""Of transformers' WhisperFeatureExtractor."""
+"""Defaults of transformers' WhisperFeatureExtractor."""
 _MOST = {
     "feature_size": 2**10,
     "sampling_rate": RATES[1],
@@ -51,14 +51,14 @@ _MOST = {
 }
 _MOST_SAMPLES = 2**25
 _MOST_FEATURES = 2**24
-"""Of a window."""
+"""Largest number of features in one window."""
 _BYTES_PER_BIN = 16
-"""Of memory, for a frequency of a frame, while features are computed."""
+"""Bytes of memory per frequency of a frame while features are computed."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a feature extractor makes of one recording, told by the checkpoint's JSON."""
+    """The output size of a feature extractor for one recording, read from the checkpoint's JSON."""
 
     kind: str
     """Its class."""
@@ -106,7 +106,8 @@ class Window:
 
     @staticmethod
     def _stated(folder: Path) -> Mapping[str, Any]:
-        """As transformers reads it: a part of processor_config.json, else a file of its own."""
+        """The feature extractor's settings: a part of processor_config.json, else a file of its
+        own. Transformers reads them in the same order."""
         nested = read_json(folder / _FILES[0]).get("feature_extractor")
         stated = nested if isinstance(nested, Mapping) else read_json(folder / _FILES[1])
         if not stated:
@@ -131,7 +132,7 @@ class Window:
 
     @property
     def read_bytes(self) -> int:
-        """That a recording takes beside that while it is read."""
+        """Extra bytes that a recording takes while it is read."""
         return BYTES_PER_SAMPLE * self.num_samples + _BYTES_PER_BIN * self.num_frames * (
             self.fft_size // 2 + 1
         )
@@ -150,16 +151,16 @@ class AudioProcessor:
                 "recordings need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'."
             )
         self.fingerprint = _fingerprint([folder / name for name in _FILES])
-        """Of all that decides what arrays come of a recording."""
+        """Digest of everything that decides which arrays a recording becomes."""
 
     def require_known(self) -> None:
         """Raises RequestError for a checkpoint whose features are not Whisper's."""
         if self.window.kind != _WHISPER:
-            told = (
+            problem = (
                 "this renderer makes Whisper's features of recordings, and the checkpoint names "
                 f"{self.window.kind!r:.100}"
             )
-            raise RequestError(f"{told}. Give audio_embeds.")
+            raise RequestError(f"{problem}. Give audio_embeds.")
 
     def require_room(self, seconds: float) -> None:
         """Raises RequestError for a recording that is longer than a window: what is after it would

@@ -1,10 +1,9 @@
-"""Chat templates that come from nobody knows whom: a Jinja sandbox in which a rendering has a
-budget of time and of characters.
+"""Sandboxed Jinja for chat templates from untrusted sources: each rendering has a budget of time
+and of characters.
 
-Generated code asks the budget at the start of each block (a loop's body, a macro, a branch), and
-has it count what expressions make. What could make far more than it is given (a product, a format,
-a filter with a width) is estimated before it runs.
-"""
+Generated code checks the budget at the start of each block (a loop's body, a macro, a branch) and
+charges it for the results of expressions. Operations that can multiply the size of their input (a
+product, a format, a filter with a width) are estimated before they run."""
 
 from __future__ import annotations
 
@@ -26,18 +25,19 @@ from toolkit_lm.errors import RequestError
 
 T = TypeVar("T")
 MOST_SECONDS = 3.0
-"""Of the processor, for one rendering; usual ones take less than a thousandth of it."""
+"""Seconds of processor time that one rendering may take. Usual templates take less than a
+thousandth."""
 MOST_SOURCE = 2**18
 """Characters of a template; the longest known have some 30,000."""
 _MOST_WIDTH = 100_000
-"""Of padding, as of range()."""
+"""Largest width of padding, and largest length of range()."""
 _FAR_MORE = "it makes far more characters than a prompt can have"
 _WIDE = f"it asks for a width of more than {_MOST_WIDTH}, or for one that is a value of a format"
 _METHODS = (BuiltinMethodType, MethodType)
 _TEXT = (str, bytes)
 _HOLDS = (str, bytes, list, tuple, dict)
 _MOST_TERMS = 8
-"""Of a sum that is counted once."""
+"""Terms of a sum whose size is counted in one go."""
 _ITEM = 8
 """Characters that an item of a list counts as."""
 _MOST_BITS = 2**16
@@ -56,8 +56,8 @@ class OverBudgetError(RequestError):
     """A rendering has used up its time, or its characters."""
 
 
-def _too_large(what: str) -> OverBudgetError:
-    return OverBudgetError(f"the chat template grew too large: {what}.", "messages")
+def _too_large(label: str) -> OverBudgetError:
+    return OverBudgetError(f"the chat template grew too large: {label}.", "messages")
 
 
 class _SizedList(list[Any]):
@@ -68,8 +68,8 @@ class _SizedList(list[Any]):
 
 
 class Budget:
-    """What is left to one rendering, in the thread that makes it. Its methods raise OverBudgetError
-    where that is too little."""
+    """Remaining budget of one rendering, in the thread that renders. Its methods raise
+    OverBudgetError when the budget is spent."""
 
     def __init__(self, max_length: int) -> None:
         """`max_length`: characters of the text that is to come out."""
@@ -79,11 +79,11 @@ class Budget:
         self._most = 4 * max_length
         """Characters of one value."""
         self._left = min(256 * max_length, 2**30)
-        """Of all values together."""
+        """Characters of all values together."""
 
     def tick(self) -> None:
-        """Raises when the thread has used up its time of the processor: a machine with much else to
-        do is no fault of a template."""
+        """Raises OverBudgetError when the thread has used up its processor time. Wall time does not
+        count: a busy machine is not the template's fault."""
         # The clock on the wall costs less to read, and is never behind.
         if time.monotonic() <= self._next_look:
             return
@@ -99,9 +99,9 @@ class Budget:
     def spend(self, value: T) -> T:
         """Counts a value that was made, and returns it."""
         if isinstance(value, str):
-            self.take(len(value))
+            self.charge(len(value))
         elif isinstance(value, _HOLDS):
-            self.take(self.size(value))
+            self.charge(self.size(value))
         return value
 
     def add(self, *terms: Any) -> Any:
@@ -111,15 +111,15 @@ class Budget:
             total = total + term
         if type(total) is not list:
             return self.spend(total)
-        # What the items hold is there already.
-        self.take(_ITEM * len(total))
+        # The items' contents exist already.
+        self.charge(_ITEM * len(total))
         sized = _SizedList(total)
         sized.size = sum(map(self.size, terms))
         if sized.size > self._most:
             raise _too_large(_FAR_MORE)
         return sized
 
-    def take(self, size: int) -> None:
+    def charge(self, size: int) -> None:
         """Counts what is about to be made."""
         self._left -= size
         if size > self._most or self._left < 0:
@@ -132,29 +132,29 @@ class Budget:
         total = 0
         todo = [value]
         while todo and total <= self._most:
-            one = todo.pop()
-            if isinstance(one, _TEXT):
-                total += len(one)
-            elif isinstance(one, _SizedList):
-                total += one.size
-            elif isinstance(one, _HOLDS):
-                total += _ITEM * (len(one) + 1)
-                todo += one
-                if isinstance(one, dict):
-                    todo += one.values()
+            item = todo.pop()
+            if isinstance(item, _TEXT):
+                total += len(item)
+            elif isinstance(item, _SizedList):
+                total += item.size
+            elif isinstance(item, _HOLDS):
+                total += _ITEM * (len(item) + 1)
+                todo += item
+                if isinstance(item, dict):
+                    todo += item.values()
         return total
 
     def meter(self, items: Iterable[T]) -> Iterator[T]:
         """The items, each counted when it comes."""
         for item in items:
             self.tick()
-            self.take(_ITEM + self.size(item))
+            self.charge(_ITEM + self.size(item))
             yield item
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """What a block has written, as one text."""
+        """Joins the pieces of text that a block has written."""
         pieces = list(pieces)
-        self.take(sum(map(len, pieces)))
+        self.charge(sum(map(len, pieces)))
         return "".join(pieces)
 
 
@@ -163,7 +163,8 @@ _BUDGET: ContextVar[Budget] = ContextVar("budget")
 
 @contextmanager
 def rendering(max_length: int) -> Iterator[None]:
-    """What is rendered within has one budget. One thread, and no other rendering within."""
+    """Gives one budget to everything rendered in this context. Use it in one thread, and do not
+    nest it."""
     token = _BUDGET.set(Budget(max_length))
     try:
         yield
@@ -267,7 +268,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             count, value = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(count, int):
-                current.take(max(count, 0) * current.size(value))
+                current.charge(max(count, 0) * current.size(value))
         return super().call_binop(context, operator, left, right)
 
     def call(
@@ -290,7 +291,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without what generated code passes beside the template's arguments."""
+    """`kwargs` without the entries that generated code adds to the template's arguments."""
     return {
         name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")
     }
@@ -306,12 +307,12 @@ def _check_method(
         _check_replace(current, owner, args[0], args[1])
     elif name == "join" and args:
         items = list(args[0])
-        current.take(len(owner) * len(items))
+        current.charge(len(owner) * len(items))
         return (items,)
     elif name == "format":
         if _WIDE_BRACES.search(str(owner)):
             raise _too_large(_WIDE)
-        current.take(str(owner).count("{") * current.size((args, kwargs)))
+        current.charge(str(owner).count("{") * current.size((args, kwargs)))
     return args
 
 
@@ -319,22 +320,22 @@ def _check_filter(
     current: Budget, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Raises for a filter that makes too much of a value; returns the value."""
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if name in _WIDE_FILTERS:
-        _check_widths(given)
+        _check_widths(arguments)
     if name == "indent":
         lines = str(value).count("\n") + 1
-        current.take(
-            lines * sum(len(width) if isinstance(width, str) else int(width) for width in given)
+        current.charge(
+            lines * sum(len(width) if isinstance(width, str) else int(width) for width in arguments)
         )
-    elif name == "replace" and len(given) > 1:
-        _check_replace(current, str(value), given[0], given[1])
+    elif name == "replace" and len(arguments) > 1:
+        _check_replace(current, str(value), arguments[0], arguments[1])
     elif name == "join" and not isinstance(value, str):
         value = list(value)
-        current.take(len(value) * sum(len(text) for text in given if isinstance(text, str)))
+        current.charge(len(value) * sum(len(text) for text in arguments if isinstance(text, str)))
     elif name == "format":
         _check_percent(current, str(value), (args, kwargs))
-    elif name == "sum" and any(isinstance(start, list | tuple) for start in given):
+    elif name == "sum" and any(isinstance(start, list | tuple) for start in arguments):
         raise SecurityError("sums of lists")
     return value
 
@@ -355,14 +356,14 @@ def _check_replace(current: Budget, text: str | bytes, old: Any, new: Any) -> No
     if isinstance(new, str | bytes) and isinstance(
         old, type(text) if isinstance(text, bytes) else str
     ):
-        current.take(text.count(old) * len(new))  # type: ignore[arg-type]
+        current.charge(text.count(old) * len(new))  # type: ignore[arg-type]
 
 
 def _check_percent(current: Budget, text: str | bytes, values: Any) -> None:
     shown = text if isinstance(text, str) else text.decode("latin-1")
     if _WIDE_PERCENT.search(shown):
         raise _too_large(_WIDE)
-    current.take(shown.count("%") * current.size(values))
+    current.charge(shown.count("%") * current.size(values))
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ class ChatTemplate:
         self.source = "\n".join(
             sources[name] for name in ("default", "tool_use") if name in sources
         )
-        """Of the templates that conversations are rendered by."""
+        """Source of the templates that render conversations ("default" and "tool_use")."""
         self._sources = sources
         self._special_tokens = special_tokens
         self._templates = {
@@ -92,19 +92,20 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Those that any of the templates reads."""
+        """Variable names that any of the templates reads."""
         return frozenset().union(*self._names_of.values())
 
     @cached_property
     def _names_of(self) -> dict[str, frozenset[str]]:
-        """By template, the names that it reads of what it is given, or of what is there anyway."""
+        """Names of variables that a template reads and does not define, including built-in ones, by
+        template."""
         environment = make_environment()
         trees = {name: environment.parse(source) for name, source in self._sources.items()}
         return {
             name: frozenset(meta.find_undeclared_variables(tree)) for name, tree in trees.items()
         }
 
-    def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
+    def set_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
         """For conversations with items of media: by modality its placeholder, and what stands for
         it where a template writes none."""
         self._media_tokens = tokens
@@ -139,7 +140,7 @@ class ChatTemplate:
                 raise RequestError(
                     f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs"
                 )
-        given = {
+        variables = {
             "documents": _plain(documents, "documents", hide) or None,
             "add_generation_prompt": add_generation_prompt,
             **extra,
@@ -154,18 +155,19 @@ class ChatTemplate:
                 trials = self._trials[name]
                 chat, origins = trials.messages(read)
                 functions = trials.tools(_plain(tools, "tools", hide))
-                tried = partial(self._tried, name, given=given)
-                options = (given["documents"] is None, add_generation_prompt, extra)
+                tried = partial(self._tried, name, variables=variables)
+                options = (variables["documents"] is None, add_generation_prompt, extra)
                 is_whole = trials.check(chat, origins, functions, tried, options)
                 is_plain = is_whole and chat == read and functions is None
                 if is_plain and key is not None and len(self._as_they_are) < _MOST_KNOWN:
                     self._as_they_are.add((name, add_generation_prompt, key))
             final = _tag_final(chat) if continue_final_message else None
-            text = self._run(name, {"messages": chat, "tools": functions, **given})
+            text = self._run(name, {"messages": chat, "tools": functions, **variables})
         return text if final is None else _cut_final(text, final)
 
     def _check(self, name: str, tools: Any, documents: list[dict[str, Any]] | None) -> None:
-        """Raises RequestError where there is no such template, or it cannot take these."""
+        """Raises RequestError if the template does not exist or cannot take these tools and
+        documents."""
         if name not in self._templates:
             raise RequestError(
                 f"the checkpoint has no chat template named {name!r}, only: "
@@ -239,8 +241,8 @@ class ChatTemplate:
         return "".join(chunks)
 
     def _writes_media(self, name: str) -> bool:
-        """True where the template writes the placeholder of an item that stands beside a text in a
-        list of parts."""
+        """Whether the template writes the placeholder of an item that is in a list of parts with a
+        text."""
         if name not in self._takes_media:
             self._takes_media[name] = any(
                 self._writes(name, modality, token)
@@ -259,16 +261,16 @@ class ChatTemplate:
         name: str,
         messages: list[Plain],
         tools: list[Any] | None,
-        given: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """What the template makes of it; None where it refuses. Call it within a budget, of which
-        it raises the errors."""
+        """Renders `messages` with a template; None if the template refuses them. Call it within a
+        budget; OverBudgetError is passed on."""
         names = {
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
-            **(given or {}),
+            **(variables or {}),
         }
         try:
             return self._run(name, names)
@@ -304,9 +306,9 @@ def find_chat_template(
         found = {"default": found}
     elif isinstance(found, list):
         found = {
-            str(one["name"]): one.get("template")
-            for one in found
-            if isinstance(one, dict) and "name" in one
+            str(form["name"]): form.get("template")
+            for form in found
+            if isinstance(form, dict) and "name" in form
         }
     if (
         not found
@@ -321,7 +323,8 @@ def find_chat_template(
 
 
 def _read(path: Path) -> str:
-    """Of a file that is too long, only so much that this shows."""
+    """Reads a template, at most one character beyond MOST_SOURCE: enough to see that it is too
+    long."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(MOST_SOURCE + 1)
@@ -369,7 +372,7 @@ class _Reader(NamedTuple):
     """Reads messages of clients as plain data."""
 
     media_texts: Mapping[str, str]
-    """By modality, what stands for an item in a text. None of any modality: there are no items."""
+    """Text that stands for an item of media, by modality. Empty: conversations have no media."""
     hide: Callable[[str], str]
 
     def message(self, message: Any) -> Plain:
@@ -415,11 +418,11 @@ class _Reader(NamedTuple):
 
 
 def _roles(chat: list[Plain]) -> tuple[str, ...] | None:
-    """Those of a conversation of texts that is not long; None: it is another one. A blank content
-    is no text: it gets no mark."""
-    if len(chat) > _LONGEST_KNOWN or not all(_is_text(one) for one in chat):
+    """Roles of a short conversation that holds only texts; None for any other. A blank content does
+    not count as a text, because it gets no mark."""
+    if len(chat) > _LONGEST_KNOWN or not all(_is_text(message) for message in chat):
         return None
-    return tuple(one["role"] for one in chat)
+    return tuple(message["role"] for message in chat)
 
 
 def _is_text(message: Plain) -> bool:

@@ -95,8 +95,8 @@ class Detokenizer:
             return str(decoder.decode(tokens))
         except BaseException as error:
             if is_panic(error):
-                # Of a decoder's regular expression, for one: the tokens are there, and their
-                # requests go on.
+                # A decoder's regular expression may fail, for example: the tokens exist, and their
+                # requests continue.
                 return "".join(tokens)
             raise
 

@@ -13,20 +13,20 @@ import numpy as np
 from toolkit_lm.errors import RequestError
 
 _TYPES = ("float32", "float16", "int64", "int32")
-"""Of arrays in JSON."""
+"""Element types of arrays in JSON."""
 _KEYS = {"dtype", "shape", "data"}
 _MOST_ENTRIES = 64
-"""Of an array that is a list: a grid of patches, say, and no embeddings."""
+"""Most entries of an array given as a list: enough for a grid of patches, too few for embeddings.
+"""
 _MOST_ARRAYS = 8
 
 
 def read_embeds(modality: str, source: Any, max_bytes: int) -> dict[str, np.ndarray]:
-    """The named arrays: `embeds` [n, hidden size], float32, and what the model needs beside them.
+    """The named arrays: `embeds` [n, hidden size], float32, and any other arrays the model needs.
     Raises RequestError.
 
     `source`: the embeddings alone, or a mapping with `embeds` (or `image_embeds`). In JSON, an
-    array is {"dtype", "shape", "data"}, where data is base64, in C order, little-endian.
-    """
+    array is {"dtype", "shape", "data"}, where data is base64, in C order, little-endian."""
     if not isinstance(source, Mapping) or set(source) == _KEYS:
         source = {"embeds": source}
     if len(source) > _MOST_ARRAYS:

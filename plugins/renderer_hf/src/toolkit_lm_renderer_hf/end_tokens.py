@@ -20,11 +20,10 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_tokens(config: VllmConfig, of_tokenizer: int | None, vocab_size: int) -> list[int]:
-    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit
-    for are left out: it never draws them.
+    """End-of-sequence token ids from generation_config.json, config.json and the tokenizer. Ids
+    outside the vocabulary are left out: the model has no logit for them.
 
-    Raises CheckpointError for what is no token id.
-    """
+    Raises CheckpointError if an entry is not a token id."""
     found: dict[int, None] = {}
     for file, token_id in _stated(config):
         if not 0 <= token_id < vocab_size:

@@ -25,7 +25,7 @@ _CLIENTS = ("system", "developer", "user")
 
 
 class Sort(NamedTuple):
-    """What decides the form of a message."""
+    """Properties that decide the form of a message."""
 
     role: str
     content: Literal["text", "parts", "media", "empty", "none"]
@@ -40,19 +40,20 @@ class Form(NamedTuple):
     role: str
     content: Content = "given"
     calls: Calls = "given"
-    """Of tool calls, the form of their arguments; where there are none, how that is said."""
+    """Form of the arguments of tool calls; for a message without calls, the form of that absence.
+    """
     is_flat: bool = False
     """Calls have `name` and `arguments` themselves, without a mapping `function` around them."""
     apart: Content | None = None
-    """A content beside calls is a message of its own, before that of the calls, whose content is
-    this; None: it is not."""
+    """If not None: a message with both content and calls is split in two. The content comes first;
+    the message with the calls gets this content."""
 
 
 class ToolForm(NamedTuple):
     """How tools are handed to a template."""
 
     filled: tuple[str, ...] = ()
-    """Of each function, what is put there where it is missing or null."""
+    """Fields that are filled in for each function where they are missing or null."""
     is_flat: bool = False
     """Tools are their functions, without a mapping `function` around them."""
 
@@ -103,8 +104,8 @@ def forms_of(sort: Sort, source: str) -> Iterator[Form]:
     apart: Sequence[Content | None] = (None,)
     if sort.has_calls and sort.content in ("text", "parts"):
         apart = (None, "absent", "null", "text")
-    for one, is_flat, call, content in product(apart, flat, calls, contents):
-        yield Form(role, content, call, is_flat, one)
+    for is_apart, is_flat, call, content in product(apart, flat, calls, contents):
+        yield Form(role, content, call, is_flat, is_apart)
 
 
 def written(message: Plain, form: Form) -> list[Plain]:
@@ -112,10 +113,10 @@ def written(message: Plain, form: Form) -> list[Plain]:
     write them all."""
     if form.apart is None:
         return [_written(message, form)]
-    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
     called = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
     return [
-        _written(said, form._replace(calls="absent")),
+        _written(rest, form._replace(calls="absent")),
         _written(called, form._replace(content=form.apart)),
     ]
 
@@ -167,7 +168,8 @@ def _call(call: Any, form: Form) -> Any:
 
 
 def _mapping(arguments: Any) -> Any:
-    """What a cut answer left stays a text."""
+    """Arguments as a mapping. A text that is not a JSON object (from a cut-off answer) stays a
+    text."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -228,7 +230,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def written_tool(tool: Any, form: ToolForm) -> Any:
-    """A tool in a form. What is no function is left as it is."""
+    """Writes a tool in a form. Entries that are not functions stay as they are."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool
@@ -244,7 +246,8 @@ def written_tool(tool: Any, form: ToolForm) -> Any:
 
 
 class ToolSort(NamedTuple):
-    """What decides the form of a tool: which fields it has, and which of them are null."""
+    """Properties that decide the form of a tool: which fields it has, and which of them are
+    null."""
 
     description: str
     parameters: str
@@ -252,7 +255,7 @@ class ToolSort(NamedTuple):
 
 
 def tool_sort_of(tool: Any) -> ToolSort | None:
-    """The sort of a tool; None: it is no function."""
+    """The sort of a tool; None if it is not a function."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return None

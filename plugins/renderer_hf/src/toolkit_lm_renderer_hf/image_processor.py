@@ -25,9 +25,10 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILE = "video_preprocessor_config.json"
 _PACKAGES = ("transformers", "pillow", "numpy", "toolkit-lm-renderer-hf")
 SIZES = {"size": None, "min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-"""Those that a request may set, and the part of `size` that two of them are."""
+"""Image options that a request may set. Two of them stand for a part of `size`, which is the value.
+"""
 _MOST_RATIO = 200
-"""Of an image's sides, as Qwen2-VL has it."""
+"""Largest ratio of an image's sides, the same as in Qwen2-VL."""
 _MOST_EDGE = 4096
 """And any other number that a checkpoint states."""
 _PIXEL_COUNTS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
@@ -58,11 +59,12 @@ class ImageProcessor:
                 "images need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'."
             )
         self.fingerprint = _fingerprint([*found, folder / VIDEO_FILE, folder / "config.json"])
-        """Of all that decides what arrays come of an image, or of a video."""
+        """Digest of everything that decides which arrays an image or a video becomes."""
 
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a request, which may make images smaller. Raises RequestError."""
-        return {"size": chosen_size(given, self.loaded.size)} if set(given) & set(SIZES) else {}
+    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Processor options from a request; they can only make images smaller. Raises
+        RequestError."""
+        return {"size": chosen_size(options, self.loaded.size)} if set(options) & set(SIZES) else {}
 
     def process(self, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of an image, uint8 [height, width, 3]. Raises RequestError where the processor
@@ -105,7 +107,7 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         try:
-            # Of a folder: nothing is fetched.
+            # Reads a folder: nothing is fetched.
             made = AutoImageProcessor.from_pretrained(  # nosec B615
                 str(self._folder), backend="pil", trust_remote_code=False, local_files_only=True
             )
@@ -148,28 +150,28 @@ class ImageProcessor:
             )
 
 
-def check_options(given: Any, known: Iterable[str]) -> Mapping[str, Any]:
+def check_options(options: Any, known: Iterable[str]) -> Mapping[str, Any]:
     """The options of a request. Raises RequestError where one is not `known`."""
-    if given is None:
+    if options is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise refusal(f"it must be a mapping, not a {type(given).__name__}.")
-    for name in given:
+    if not isinstance(options, Mapping):
+        raise refusal(f"it must be a mapping, not a {type(options).__name__}.")
+    for name in options:
         if name not in known:
             raise refusal(
                 f"{name!r:.100} cannot be set by a request. {nearest(str(name)[:100], known)}"
             )
-    return given
+    return options
 
 
-def chosen_size(given: Mapping[str, Any], size: Any) -> dict[str, int]:
+def chosen_size(options: Mapping[str, Any], size: Any) -> dict[str, int]:
     """The checkpoint's size, changed by a request. Raises RequestError."""
     own = {name: value for name, value in dict(size).items() if value is not None}
     chosen = dict(own)
     for option, part in SIZES.items():
-        if option not in given:
+        if option not in options:
             continue
-        changed = {part: given[option]} if part is not None else given[option]
+        changed = {part: options[option]} if part is not None else options[option]
         if not isinstance(changed, Mapping) or not set(changed) <= set(own):
             raise refusal(f"{option} must be of the checkpoint's form, such as {own}.")
         chosen |= changed
@@ -208,17 +210,17 @@ def run(processor: Any, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
     """The integers of a config, with the key that each is under."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _numbers(one, str(key))
+        for key, item in value.items():
+            yield from _numbers(item, str(key))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _numbers(one, name)
+        for item in value:
+            yield from _numbers(item, name)
     elif isinstance(value, int):
         yield name, value
 
 
 def refusal(reason: str) -> RequestError:
-    """Of an option of a request."""
+    """RequestError for a bad option of a request."""
     return RequestError(f"mm_processor_kwargs: {reason}", "mm_processor_kwargs")
 
 

@@ -1,9 +1,8 @@
-"""Texts and pairs of texts as the model reads them: cut, and with special tokens.
+"""Encodes texts and pairs of texts for the model: truncated, and with special tokens.
 
-The package tokenizers cuts what it has encoded into overflowing parts, and joins each part of a
-text with each part of the other: two texts of 10,000 tokens that are cut to 64 make 25,000
-encodings. Here the special tokens are learned once, and lists are cut.
-"""
+The tokenizers package splits an encoding that is too long into overflowing parts. It then joins
+each part of one text with each part of the other. Two texts of 10,000 tokens truncated to 64 make
+25,000 encodings. This module learns the special tokens once and truncates plain lists."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Joiner:
         self._frames: dict[bool, Frame] = {}
 
     def token_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Of each text, once, without special tokens."""
+        """Token ids of each distinct text, without special tokens."""
         found: dict[str, list[int]] = {text: [] for text in texts}
         for batch in _batches(
             (text, piece) for text in found for piece in self._cutter.pieces(text)
@@ -59,8 +58,8 @@ class Joiner:
         return self.join(ids, None, None).token_ids if add_special_tokens else ids
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The beginning of a text that has so many tokens at most, without special tokens; at least
-        its first character."""
+        """Longest prefix of `text` with at most `max_tokens` tokens, not counting special tokens.
+        It has at least the first character."""
         start = 0
         room = max_tokens
         for piece in self._cutter.pieces(text):
@@ -78,8 +77,8 @@ class Joiner:
     def join(
         self, first: list[int], second: list[int] | None, max_tokens: int | None
     ) -> RenderedText:
-        """What is too long is cut at the end; of a pair the longer text gives way first, as
-        transformers' "longest_first"."""
+        """Joins one text or a pair with special tokens, truncated at the end to `max_tokens`. In a
+        pair the longer text is cut first, like "longest_first" in transformers."""
         frame = self.frame(second is not None)
         room = (
             len(first) + len(second or ())
@@ -116,7 +115,8 @@ class Joiner:
         return self._frames[is_pair]
 
     def _sample(self) -> Encoding:
-        """Of a text that has tokens: of letters, or of what the vocabulary's tokens stand for."""
+        """An encoding of some text that has tokens: of letters, else of a token in the
+        vocabulary."""
         for text in chain(
             [_SAMPLE], map(self._token_text, range(self._tokenizer.get_vocab_size()))
         ):
@@ -152,7 +152,8 @@ def _batches(pieces: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]
 
 
 def _end(encoding: Encoding, most: int) -> int:
-    """Where a text of more tokens is cut."""
+    """Number of characters that the first `most` tokens cover. The text has more tokens than
+    that."""
     if not most:
         return 0
     # Not of `offsets`, which is a list of all of them.

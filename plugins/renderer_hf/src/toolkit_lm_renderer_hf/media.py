@@ -36,7 +36,7 @@ from toolkit_lm_renderer_hf.sampling import OPTIONS
 from toolkit_lm_renderer_hf.video_processor import VideoProcessor
 
 _Check = Callable[[int], None]
-"""Raises ContextLengthError for so many tokens."""
+"""Raises ContextLengthError if this number of tokens does not fit."""
 _FETCHES = 4
 """At a time, for one prompt."""
 
@@ -51,7 +51,7 @@ class ReadItem(NamedTuple):
     """None: the engine holds it."""
 
     def feature(self, offset: int) -> MultiModalFeatureSpec:
-        """Of the item at a place of a prompt."""
+        """The feature of the item whose placeholder starts at `offset` in a prompt."""
         at = PlaceholderRange(offset, len(self.replacement.token_ids), self.replacement.mask)
         return MultiModalFeatureSpec(
             modality=self.modality,
@@ -64,7 +64,7 @@ class ReadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What an item holds: one of the five."""
+    """Content of an item, in exactly one of five forms."""
 
     kind: str
     file: bytes = b""
@@ -122,11 +122,11 @@ class MediaReader:
     def read(
         self, items: Sequence[Item], options: Any, held: FeatureLookup | None
     ) -> list[ReadItem]:
-        """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs.
+        """Reads all items; an item that occurs several times in a prompt is read once. `options`:
+        mm_processor_kwargs.
 
-        None is processed that has no room beside those before it: a prompt that is cut keeps all of
-        its items, too. Raises RequestError.
-        """
+        An item is not processed if it does not fit after those before it: media is never truncated.
+        Raises RequestError."""
         chosen = self._options(items, options)
         made: dict[str, ReadItem] = {}
         found = []
@@ -146,8 +146,8 @@ class MediaReader:
         return found
 
     def _check_room(self, total: int, num_tokens: int) -> None:
-        """Raises ContextLengthError for an item that does not fit beside those before it, which
-        have `total` tokens."""
+        """Raises ContextLengthError if an item does not fit after the items before it, which have
+        `total` tokens."""
         if total + num_tokens >= self._max_model_len:
             before = f", {total + num_tokens} with the items before it" if total else ""
             longest = (
@@ -156,12 +156,13 @@ class MediaReader:
             )
             raise ContextLengthError(f"it has {num_tokens} tokens{before}; {longest}.")
 
-    def _options(self, items: Sequence[Item], given: Any) -> dict[str, dict[str, Any]]:
-        """By modality. Those of sampling say nothing of an image; recordings have none."""
-        if given is None:
+    def _options(self, items: Sequence[Item], options: Any) -> dict[str, dict[str, Any]]:
+        """Processor options by modality. Video sampling options do not apply to images; audio has
+        none."""
+        if options is None:
             return {}
         known = check_options(
-            given,
+            options,
             [
                 *(SIZES if self._images is not None else ()),
                 *(OPTIONS if self._videos is not None else ()),
@@ -236,7 +237,7 @@ class MediaReader:
             ):
                 check(num_tokens)
         if pixels is None:
-            pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
+            pixels = open_image(content.file, self._limits, label=item.label, param=item.param)
         with _naming(item):
             return self._images.process(pixels, options)
 
@@ -247,7 +248,7 @@ class MediaReader:
             with _naming(item):
                 return self._arrays(content.frames, options, check, is_file=False)
         with (
-            open_video(content.file, self._limits, what=item.what, param=item.param) as video,
+            open_video(content.file, self._limits, label=item.label, param=item.param) as video,
             _naming(item),
         ):
             return self._arrays(video, options, check, is_file=True)
@@ -257,14 +258,14 @@ class MediaReader:
         audio = self._audio
         rate = self._audio.window.sampling_rate
         if content.samples is not None:
-            given, samples = content.samples
+            source_rate, samples = content.samples
             with _naming(item):
-                audio.require_room(len(samples) / given)
-                stream = Resampler(given, rate)
+                audio.require_room(len(samples) / source_rate)
+                stream = Resampler(source_rate, rate)
                 stream.push(samples)
                 return audio.process(stream.finish())
         with (
-            open_audio(content.file, self._limits, what=item.what, param=item.param) as file,
+            open_audio(content.file, self._limits, label=item.label, param=item.param) as file,
             _naming(item),
         ):
             audio.require_room(file.seconds)
@@ -289,17 +290,17 @@ class MediaReader:
         return self._videos.process(video.frames(indices), len(indices), seconds, options, check)
 
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
-        """Of the content and all that decides what is made of it; and of the caller's name, which
-        cannot stand for the content."""
-        said = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
+        """Hash of an item: its content, everything that decides how it is processed, and the
+        caller's uuid. A uuid never replaces the content."""
+        identity = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
         processor = self._audio if item.modality == "audio" else self._images
         fingerprint = processor.fingerprint if processor is not None else b""
         with _naming(item):
             digest = content.digest()
-        return hashlib.sha256(fingerprint + digest + said.encode()).hexdigest()
+        return hashlib.sha256(fingerprint + digest + identity.encode()).hexdigest()
 
     def _contents(self, items: Sequence[Item]) -> list[_Content]:
-        """What the items hold. URLs are fetched some at a time."""
+        """Contents of the items. Several URLs are fetched at the same time."""
         if sum(isinstance(item.source, str) for item in items) < 2:
             return [self._content(item) for item in items]
         with ThreadPoolExecutor(_FETCHES, "media-fetch") as threads:
@@ -316,7 +317,7 @@ class MediaReader:
         ) is None:
             known = "images, videos and recordings"
             raise RequestError(
-                f"{item.what}: this renderer processes {known} only. Give {item.modality}_embeds.",
+                f"{item.label}: this renderer processes {known} only. Give {item.modality}_embeds.",
                 item.param,
             )
         if self._audio is not None and item.modality == "audio":
@@ -326,7 +327,7 @@ class MediaReader:
         )
         if isinstance(source, str | bytes):
             return _Content(
-                "file", file=load_bytes(source, self._limits, what=item.what, param=item.param)
+                "file", file=load_bytes(source, self._limits, label=item.label, param=item.param)
             )
         with _naming(item):
             if item.modality == "video":
@@ -340,11 +341,11 @@ class MediaReader:
             audio.require_known()
         if isinstance(item.source, str | bytes | bytearray | memoryview):
             source = item.source if isinstance(item.source, str) else bytes(item.source)
-            file = load_bytes(source, self._limits, what=item.what, param=item.param)
+            file = load_bytes(source, self._limits, label=item.label, param=item.param)
             is_known = modality_of(file) == "audio" or container_of(file) is not None
             if item.format and is_known and item.format != (format := format_of(file)):
                 raise RequestError(
-                    f"{item.what}: it is said to be of the format {item.format}, and is of the "
+                    f"{item.label}: it is said to be of the format {item.format}, and is of the "
                     f"format {format}.",
                     item.param,
                 )
@@ -363,4 +364,4 @@ def _naming(item: Item, param: str | None = None) -> Iterator[None]:
         yield
     except RequestError as error:
         kind = ContextLengthError if isinstance(error, ContextLengthError) else RequestError
-        raise kind(f"{item.what}: {error}", param or item.param) from error
+        raise kind(f"{item.label}: {error}", param or item.param) from error

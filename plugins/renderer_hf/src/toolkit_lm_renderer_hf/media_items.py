@@ -16,7 +16,7 @@ from toolkit_lm_renderer_hf.pixels import is_frames, is_with_fps
 from toolkit_lm_renderer_hf.samples import is_with_rate
 
 _MOST_ITEMS = 16
-"""Of a modality in a prompt, where the operator does not say."""
+"""Most items of one modality in a prompt, if the operator sets no limit."""
 _MOST_UUID = 256
 _SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "image": ("image", ("image", "url")),
@@ -30,7 +30,8 @@ _SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "audio_embeds": ("audio", ("audio_embeds",)),
     "input_audio": ("audio", ("input_audio",)),
 }
-"""By type of a content part, the modality, and the keys of which one holds the item."""
+"""Modality of a content part, and the keys that may hold the item (only one does), by the part's
+type."""
 
 _INPUT_AUDIO = "input_audio"
 _FORMATS = {
@@ -46,7 +47,7 @@ _FORMATS = {
     "mp4": "MP4",
     "webm": "WEBM",
 }
-"""What a client may call a recording's format, and what it is."""
+"""Audio formats: by the name a client may use, the name of the decoder's format."""
 _FILE = "file"
 """A content part whose own bytes tell the modality."""
 _KINDS = (*_SOURCES, _FILE)
@@ -58,23 +59,23 @@ class Item(NamedTuple):
     modality: str
     source: Any
     """Bytes of a file, a URL, pixels; or embeddings, where `is_embeds`."""
-    what: str
-    """What errors call it, such as "image 2"."""
+    label: str
+    """Name of the item in errors, such as "image 2"."""
     param: str
     is_embeds: bool = False
     uuid: str = ""
     """The caller's own name of it."""
     format: str = ""
-    """Of a recording, "WAV" or the like, where the caller says it."""
+    """Format of a recording, such as "WAV", if the caller states it; else empty."""
 
 
 class ItemLimits:
     """How many items of each modality a prompt may have."""
 
-    def __init__(self, given: Sequence[str], modalities: Sequence[str]) -> None:
-        """`given`: entries such as "image=8". Raises ConfigError."""
+    def __init__(self, entries: Sequence[str], modalities: Sequence[str]) -> None:
+        """`entries`: texts such as "image=8". Raises ConfigError."""
         self._most = {}
-        for entry in given:
+        for entry in entries:
             modality, _, count = entry.partition("=")
             if modality not in modalities or not (count.isascii() and count.isdecimal()):
                 raise ConfigError(
@@ -92,7 +93,7 @@ class ItemLimits:
             first = next(item for item in items if item.modality == modality)
             if modality not in modalities:
                 raise RequestError(
-                    f"{first.what}: this model takes no {modality}, only "
+                    f"{first.label}: this model takes no {modality}, only "
                     f"{' and '.join(modalities)}.",
                     first.param,
                 )
@@ -104,7 +105,7 @@ class ItemLimits:
                 )
 
 
-def take_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
+def split_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
     """The messages with bare parts, such as {"type": "image"}, where items stand; and the items in
     order. Raises RequestError."""
     items: list[Item] = []
@@ -112,22 +113,22 @@ def take_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
 
 
 def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
-    """Those beside a text or token ids: `multi_modal_data`, with `multi_modal_uuids`. Raises
+    """Items given with a text or token ids: `multi_modal_data` and `multi_modal_uuids`. Raises
     RequestError."""
     data = prompt.get("multi_modal_data") or {}
     uuids = prompt.get("multi_modal_uuids") or {}
-    for name, given in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
-        if not isinstance(given, Mapping) or not all(
-            isinstance(modality, str) for modality in given
+    for name, mapping in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
+        if not isinstance(mapping, Mapping) or not all(
+            isinstance(modality, str) for modality in mapping
         ):
             raise RequestError(
                 f"{name} must be a mapping such as {{'image': [...]}}, not a "
-                f"{type(given).__name__}.",
+                f"{type(mapping).__name__}.",
                 name,
             )
     items: list[Item] = []
-    for modality, given in data.items():
-        sources = _sources(modality, given)
+    for modality, mapping in data.items():
+        sources = _sources(modality, mapping)
         names = uuids.get(modality)
         named = (
             list(names)
@@ -140,16 +141,16 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
                 "multi_modal_uuids",
             )
         for number, (source, uuid) in enumerate(zip(sources, named, strict=True), 1):
-            what = f"{modality} {number}"
+            label = f"{modality} {number}"
             param = "multi_modal_data"
             items.append(
                 Item(
                     modality,
                     source,
-                    what,
+                    label,
                     param,
                     _is_embeds(source),
-                    _uuid(uuid, what, "multi_modal_uuids"),
+                    _uuid(uuid, label, "multi_modal_uuids"),
                 )
             )
     if set(uuids) - set(data):
@@ -157,13 +158,13 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
     return items
 
 
-def _sources(modality: str, given: Any) -> list[Any]:
+def _sources(modality: str, value: Any) -> list[Any]:
     """The items of a modality. A video may be a list of frames, or a pair of frames and what is
     said of them; a recording a pair, too."""
-    if not isinstance(given, list | tuple) or (modality == "audio" and is_with_rate(given)):
-        return [given]
+    if not isinstance(value, list | tuple) or (modality == "audio" and is_with_rate(value)):
+        return [value]
     return (
-        [given] if modality == "video" and (is_with_fps(given) or is_frames(given)) else list(given)
+        [value] if modality == "video" and (is_with_fps(value) or is_frames(value)) else list(value)
     )
 
 
@@ -184,72 +185,72 @@ def _type_of(part: Any) -> str | None:
 def _bare_part(part: Any, items: list[Item]) -> Any:
     kind = _type_of(part)
     if kind == _FILE:
-        part = _of_file(part, items)
+        part = _from_file_part(part, items)
         kind = part["type"]
     if kind not in _SOURCES:
         return part
     modality, keys = _SOURCES[kind]
-    what = f"{modality} {1 + sum(item.modality == modality for item in items)}"
+    label = f"{modality} {1 + sum(item.modality == modality for item in items)}"
     source = next((part[key] for key in keys if part.get(key) is not None), None)
     if kind.endswith("_url") and isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
         raise RequestError(
-            f"{what}: a content part of type {kind!r} must have {keys[0]!r}.", "messages"
+            f"{label}: a content part of type {kind!r} must have {keys[0]!r}.", "messages"
         )
-    source, format = _of_input_audio(source, what) if kind == _INPUT_AUDIO else (source, "")
+    source, format = _from_input_audio(source, label) if kind == _INPUT_AUDIO else (source, "")
     embeds = kind.endswith("_embeds") or _is_embeds(source)
     items.append(
         Item(
             modality,
             source,
-            what,
+            label,
             "messages",
             embeds,
-            _uuid(part.get("uuid"), what, "messages"),
+            _uuid(part.get("uuid"), label, "messages"),
             format,
         )
     )
     return {"type": modality}
 
 
-def _of_input_audio(given: Any, what: str) -> tuple[str | bytes, str]:
+def _from_input_audio(part: Any, label: str) -> tuple[str | bytes, str]:
     """The source of OpenAI's {"data": base64, "format": "wav"}, and the format; a data URL is
     taken, too. Raises RequestError."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("data"), str | bytes):
+    if not isinstance(part, Mapping) or not isinstance(part.get("data"), str | bytes):
         raise RequestError(
-            f"{what}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages"
+            f"{label}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages"
         )
-    data = given["data"]
-    format = given.get("format")
+    data = part["data"]
+    format = part.get("format")
     if format is not None and (not isinstance(format, str) or format not in _FORMATS):
         raise RequestError(
-            f"{what}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages"
+            f"{label}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages"
         )
     if isinstance(data, str) and data[:5].lower() != "data:":
         data = f"data:;base64,{data}"
     return data, _FORMATS[format] if format else ""
 
 
-def _of_file(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
+def _from_file_part(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
     """The part of the modality that its bytes have. Raises RequestError."""
-    what = f"item {len(items) + 1}, file"
+    label = f"item {len(items) + 1}, file"
     file = part.get(_FILE)
     if not isinstance(file, Mapping):
-        raise RequestError(f"{what}: a content part of type 'file' must have 'file'.", "messages")
+        raise RequestError(f"{label}: a content part of type 'file' must have 'file'.", "messages")
     if file.get("file_id") is not None:
         raise RequestError(
-            f"{what}: no files are kept here: give file_data instead of file_id.", "messages"
+            f"{label}: no files are kept here: give file_data instead of file_id.", "messages"
         )
     data = file.get("file_data")
     if not isinstance(data, str | bytes) or not data:
-        raise RequestError(f"{what}: it must have file_data: a data URL, or base64.", "messages")
+        raise RequestError(f"{label}: it must have file_data: a data URL, or base64.", "messages")
     if isinstance(data, str) and data[:5].lower() != "data:":
         data = f"data:;base64,{data}"
     modality = modality_of(beginning(data) if isinstance(data, str) else data)
     if modality is None:
         raise RequestError(
-            f"{what}: it is of no known format: images, videos and recordings are.", "messages"
+            f"{label}: it is of no known format: images, videos and recordings are.", "messages"
         )
     return {**part, "type": modality, modality: data}
 
@@ -261,11 +262,11 @@ def _is_embeds(source: Any) -> bool:
     return len(getattr(source, "shape", ())) == 2 and "float" in str(getattr(source, "dtype", ""))
 
 
-def _uuid(given: Any, what: str, param: str) -> str:
-    if given is None:
+def _uuid(value: Any, label: str, param: str) -> str:
+    if value is None:
         return ""
-    if not isinstance(given, str) or not 0 < len(given) <= _MOST_UUID:
+    if not isinstance(value, str) or not 0 < len(value) <= _MOST_UUID:
         raise RequestError(
-            f"{what}: its uuid must be a text of 1 to {_MOST_UUID} characters.", param
+            f"{label}: its uuid must be a text of 1 to {_MOST_UUID} characters.", param
         )
-    return given
+    return value

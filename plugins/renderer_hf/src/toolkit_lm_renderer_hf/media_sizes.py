@@ -1,5 +1,5 @@
-"""What comes of items of media, told before any is read: by their headers and the checkpoint's
-JSON, without transformers."""
+"""Bounds on the memory that media takes, known before an item is decoded. They come from file
+headers and the checkpoint's JSON, without transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MADE = 3 * 4
 _READ = 3
 """Bytes of a pixel: of what is made of it, and while it is read."""
 _BEGINNING = 3 * 2**15
-"""Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has
-to say."""
+"""Bytes at the start of a file that are searched for its header. A JPEG file's size may come later,
+after the camera's metadata."""
 _QWEN = {
     "shortest_edge": 56 * 56,
     "longest_edge": 28 * 28 * 1280,
@@ -28,7 +28,7 @@ _QWEN = {
     "merge_size": 2,
     "temporal_patch_size": 2,
 }
-"""Of transformers' Qwen2VLImageProcessor."""
+"""Defaults of transformers' Qwen2VLImageProcessor."""
 
 
 class MediaSizes:
@@ -77,8 +77,8 @@ class MediaSizes:
             )
 
     def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Of what is made of an item at most, and what it takes beside that while it is read.
-        `options`: of the processor, as given."""
+        """Upper bounds in bytes: of the arrays an item becomes, and of the extra memory while it is
+        read. `options`: processor options from the request."""
         if item.is_embeds or item.modality not in self._modalities:
             return 0, 0
         if self._window is not None and item.modality == "audio":
@@ -101,14 +101,15 @@ class MediaSizes:
 
 
 def _pixels(source: Any) -> int | None:
-    """Of a picture; None where its beginning does not say."""
+    """Number of pixels of a picture; 0 for a file or URL whose beginning does not state its size,
+    None for other sources."""
     if isinstance(source, str):
         source = beginning(source, _BEGINNING)
     if isinstance(source, bytes | bytearray | memoryview):
         width, height = image_size(bytes(source[:_BEGINNING])) or (0, 0)
         return width * height
     size = getattr(source, "size", None)
-    # Of an image of Pillow, and of an array.
+    # Sizes of a Pillow image, and of an array.
     if isinstance(size, tuple) and len(size) == 2:
         return int(size[0] * size[1])
     return size if isinstance(size, int) else None

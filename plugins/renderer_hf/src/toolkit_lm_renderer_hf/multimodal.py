@@ -15,7 +15,7 @@ from toolkit_lm.prompts import Conversation
 from toolkit_lm.renderer import FeatureLookup, MultiModalRules, Rendered
 
 from toolkit_lm_renderer_hf.media import MediaReader
-from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, take_items
+from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, split_items
 from toolkit_lm_renderer_hf.media_sizes import MediaSizes
 from toolkit_lm_renderer_hf.placeholders import Placeholders, TypedPlaceholders
 
@@ -39,30 +39,30 @@ class MultiModal:
             folder, config.renderer.max_media_pixels, config.max_model_len, read
         )
         self.tokens = self._placeholders.tokens
-        """By modality, the text of its placeholder."""
+        """Placeholder's text, by modality."""
         self.texts = {
             modality: rules.placeholder_text(modality, token)
             for modality, token in self.tokens.items()
         }
         """The same as it is put into a conversation for a template that writes none."""
 
-    def take(self, messages: Conversation) -> tuple[list[Any], list[Item]]:
+    def split(self, messages: Conversation) -> tuple[list[Any], list[Item]]:
         """The messages with bare parts in the places of items, and the items. Raises
         RequestError."""
-        bare, items = take_items(messages)
+        bare, items = split_items(messages)
         self._limits.check(items, self._rules.modalities)
         return bare, items
 
     def of_prompt(self, prompt: Mapping[str, Any]) -> list[Item]:
-        """The items beside a text or token ids. Raises RequestError."""
+        """Items given with a text or token ids. Raises RequestError."""
         items = items_of_prompt(prompt)
         self._limits.check(items, self._rules.modalities)
         return items
 
     def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int]:
-        """As Renderer.media_size. What will be refused takes nothing."""
+        """Implements Renderer.media_size. An item that will be refused takes (0, 0)."""
         try:
-            _, items = take_items([{"content": [part]}])
+            _, items = split_items([{"content": [part]}])
         except RequestError:
             return 0, 0
         return self._sizes.bytes_of(items[0], options) if items else (0, 0)
@@ -90,17 +90,16 @@ class MultiModal:
         held: FeatureLookup | None,
         encode: Callable[[str], list[int]] | None = None,
     ) -> Rendered:
-        """Tokens with items in the places of placeholders. `encode`: what the model has around
-        these is put there too.
+        """Tokens with items in the places of placeholders. `encode`, if given, tokenizes the texts
+        that the model puts around an item, and these are inserted too.
 
-        Placeholders are counted before any item is read. Raises RequestError.
-        """
+        Placeholders are counted before any item is read. Raises RequestError."""
         if not items:
             return Rendered(list(token_ids))
         places = self._placeholders.places(token_ids, items)
         read = {
-            id(item): one
-            for item, one in zip(items, self._reader.read(items, options, held), strict=True)
+            id(item): feature
+            for item, feature in zip(items, self._reader.read(items, options, held), strict=True)
         }
         rendered: list[int] = []
         features: list[MultiModalFeatureSpec] = []

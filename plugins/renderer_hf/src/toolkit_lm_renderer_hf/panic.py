@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _MODULE = "pyo3_runtime"
-"""Of PanicException, which cannot be imported."""
+"""Module of PanicException, which cannot be imported."""
 
 
 def is_panic(error: BaseException) -> bool:

@@ -52,8 +52,8 @@ _TOKEN = re.compile(
     r"|\[\^?(?:\\[^xuUoc0-9]|[^\]\[\\])+\]|[^\\\[\](){}|?*+.^$])"
     r"(?P<times>(?:[?*+]|\{\d+(?:,\d*)?\})?[?+]?)"
 )
-"""Of a regular expression: no looking back, no anchor, and ahead no further than the next
-character, after spaces."""
+"""Regular expressions that are safe to cut for: no lookbehind and no anchor. Lookahead sees at most
+the next character after spaces."""
 
 
 class Cutter:
@@ -76,7 +76,7 @@ class Cutter:
         yield text[start:]
 
     def _place(self, text: str, start: int, end: int) -> int | None:
-        """Where a piece may end: after a letter, before a space and another letter."""
+        """Position where a piece may end: after a letter, and before a space and another letter."""
         places = [
             at
             for at in range(start + 1, end)
@@ -144,7 +144,7 @@ class Cutter:
 
 
 def _state(part: Any) -> Mapping[str, Any]:
-    """Of a part of a tokenizer: as tokenizer.json has it."""
+    """State of one part of a tokenizer, in tokenizer.json's form."""
     state: Mapping[str, Any] = json.loads(part.__getstate__())
     return state
 

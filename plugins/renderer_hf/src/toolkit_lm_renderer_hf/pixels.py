@@ -66,7 +66,7 @@ class Frames:
             raise RequestError("it has no frames.")
 
     def digest(self) -> bytes:
-        """Of the pixels, however they come."""
+        """Digest of the pixels, whatever form they were given in."""
         digest = hashlib.sha256()
         for pixels in self.frames(range(self.num_frames)):
             digest.update(repr(pixels.shape).encode())
@@ -74,8 +74,8 @@ class Frames:
         return digest.digest()
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Those at `indices`: uint8 [height, width, 3]. Raises RequestError where one is no
-        picture, or of another size."""
+        """Frames at `indices`: uint8 [height, width, 3]. Raises RequestError if a frame is not a
+        picture or differs in size."""
         shape = None
         for index in indices:
             _, pixels = read_pixels(self._frames[index], self._max_pixels)
@@ -88,7 +88,7 @@ class Frames:
 def is_frames(source: Sequence[Any]) -> bool:
     """Whether a list is one video's frames, and no list of videos."""
     return bool(source) and all(
-        isinstance(one, Image.Image) or getattr(one, "ndim", 0) == 3 for one in source
+        isinstance(image, Image.Image) or getattr(image, "ndim", 0) == 3 for image in source
     )
 
 
@@ -100,11 +100,11 @@ def is_with_fps(source: Any) -> bool:
 def _with_fps(source: Any) -> tuple[Any, float | None]:
     if not is_with_fps(source):
         return source, None
-    frames, said = source
-    fps = said.get("fps")
-    if set(said) - {"fps"}:
+    frames, metadata = source
+    fps = metadata.get("fps")
+    if set(metadata) - {"fps"}:
         raise RequestError(
-            f"its frames come with {sorted(map(str, said))}; only 'fps' may be said."
+            f"its frames come with {sorted(map(str, metadata))}; only 'fps' may be said."
         )
     if fps is None:
         return frames, None

@@ -18,8 +18,8 @@ from toolkit_lm_renderer_hf.media_items import Item
 
 
 class TypedPlaceholders:
-    """Stand-ins for the texts of placeholders that a user has typed. One for each conversation:
-    nobody can type its stand-ins."""
+    """Stand-ins for placeholder texts that a user has typed. They are random and made anew for each
+    conversation, so that a user cannot type one."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         # Digits pass through whatever a template does to a text.
@@ -50,15 +50,15 @@ class Placeholders:
         return TypedPlaceholders(self.tokens.values())
 
     def surrounded(self, text: str) -> str:
-        """`text` with what the model has around each placeholder."""
+        """`text` with the model's surrounding texts around each placeholder."""
         for modality, (before, after) in self._surround.items():
             token = self.tokens[modality]
             text = text.replace(token, f"{before}{token}{after}")
         return text
 
     def as_typed(self, text: str, typed: TypedPlaceholders) -> tuple[str, Tokenizer]:
-        """The text with what the user has typed, and a tokenizer that reads that as any other
-        text."""
+        """The text with the user's typed placeholders restored, and a tokenizer that reads those as
+        ordinary text."""
         tokenizer, renamed = self._plain
         for token, name in renamed.items():
             text = text.replace(token, name)
@@ -67,8 +67,8 @@ class Placeholders:
         return text, tokenizer
 
     def places(self, token_ids: Sequence[int], items: Sequence[Item]) -> list[tuple[int, Item]]:
-        """Where each item stands, in the order of the places. Raises RequestError where there are
-        more or fewer than items."""
+        """Position of each item, in prompt order. Raises RequestError if the counts of placeholders
+        and items differ."""
         modalities = {token: modality for modality, token in self.ids.items()}
         found = [
             (place, modalities[token])
@@ -94,7 +94,7 @@ class Placeholders:
     def around(
         self, modality: str, encode: Callable[[str], list[int]]
     ) -> tuple[list[int], list[int]]:
-        """What the model has around a placeholder, in tokens."""
+        """Tokens that the model puts before and after a placeholder."""
         before, after = (
             encode(text) if text else [] for text in self._surround.get(modality, ("", ""))
         )
@@ -118,7 +118,8 @@ class Placeholders:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
-        """A copy of the tokenizer, whose placeholders have names that nobody can type."""
+        """A copy of the tokenizer and the new names of its placeholders. The names are random, so
+        that a user cannot type them."""
         names = {token: f"{secrets.randbelow(10**30):030}" for token in self.tokens.values()}
         state = json.loads(self._tokenizer.to_str())
         for added in state["added_tokens"]:

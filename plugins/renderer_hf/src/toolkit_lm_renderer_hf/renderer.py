@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 1 << 20
-"""Of one text: about a second of work. A text may have far more characters than its tokens are
-long: spaces that are left out, or a word that is one unknown token.
-"""
+"""Most characters of one text: about a second of work. A text may have many more characters than
+tokens: spaces that are dropped, or a word that is one unknown token."""
 
 _CHAT_OPTIONS = (
     *(
@@ -112,29 +111,32 @@ class HfRenderer(Renderer):
             ) from error
         ours = self._tokenizer.encode(PROBE, add_special_tokens=False).ids
         if tokenizer(PROBE, add_special_tokens=False)["input_ids"] != ours:
-            told = (
+            problem = (
                 "makes other token ids than its tokenizer.json, by which the engine goes: "
                 "tokenizer_class is not that file's"
             )
             logger.warning(
-                "transformers' %s of %s %s.", type(tokenizer).__name__, self._tokenizer_folder, told
+                "transformers' %s of %s %s.",
+                type(tokenizer).__name__,
+                self._tokenizer_folder,
+                problem,
             )
         return tokenizer
 
-    def take_rules(self, rules: MultiModalRules) -> None:
-        super().take_rules(rules)
+    def set_rules(self, rules: MultiModalRules) -> None:
+        super().set_rules(rules)
         # Here, because most models read no images.
         from toolkit_lm_renderer_hf.multimodal import MultiModal
 
         self._multimodal = MultiModal(self.config, rules, self._tokenizer, self._folder)
         if self._chat_template is not None:
-            self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
+            self._chat_template.set_media(self._multimodal.tokens, self._multimodal.texts)
 
     def _compile_requested(self, source: str) -> ChatTemplate:
         error = partial(RequestError, param="chat_template")
         template = ChatTemplate({"default": source}, self._special_tokens, error)
         if self._multimodal is not None:
-            template.take_media(self._multimodal.tokens, self._multimodal.texts)
+            template.set_media(self._multimodal.tokens, self._multimodal.texts)
         return template
 
     def media_size(
@@ -158,7 +160,7 @@ class HfRenderer(Renderer):
         template = self._chat_template if source is None else self._requested(str(source))
         if template is None:
             raise RequestError(
-                "the checkpoint has no chat template. Give one by --chat-template, or use plain "
+                "the checkpoint has no chat template. Give one by chat_template, or use plain "
                 "completions.",
                 "messages",
             )
@@ -169,7 +171,7 @@ class HfRenderer(Renderer):
                 )
             text = template.render(messages, max_length=self._max_chars, **kwargs)
             return Rendered(self._encode(text, "messages", add_special_tokens=special))
-        messages, items = self._multimodal.take(messages)
+        messages, items = self._multimodal.split(messages)
         typed = self._multimodal.typed()
         text = template.render(messages, max_length=self._max_chars, hide=typed.hide, **kwargs)
         text, tokenizer = self._multimodal.whole_text(text, typed)
@@ -211,16 +213,16 @@ class HfRenderer(Renderer):
         self, multimodal: MultiModal, prompt: Any, items: list[Item], add_special_tokens: bool
     ) -> Rendered:
         options = prompt.get("mm_processor_kwargs")
-        given = prompt.get("prompt_token_ids")
-        if given is None:
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
             text, _ = multimodal.whole_text(prompt["prompt"])
-            given = self._encode(text, "prompt", add_special_tokens=add_special_tokens)
-            return multimodal.render(given, items, options, self.feature_cache)
+            token_ids = self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+            return multimodal.render(token_ids, items, options, self.feature_cache)
 
         def encode(text: str) -> list[int]:
             return self._encode(text, "prompt", add_special_tokens=False)
 
-        return multimodal.render(given, items, options, self.feature_cache, encode)
+        return multimodal.render(token_ids, items, options, self.feature_cache, encode)
 
     def render_texts(
         self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None
@@ -244,8 +246,8 @@ class HfRenderer(Renderer):
             self._joiner.join(ids[first], None if second is None else ids[second], max_tokens)
             for first, second in pairs
         ]
-        for one in joined:
-            _not_empty(one.token_ids, "input")
+        for added in joined:
+            _not_empty(added.token_ids, "input")
         return joined
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
@@ -280,8 +282,8 @@ class HfRenderer(Renderer):
     ) -> list[bytes]:
         pieces = self._detokenizer.pieces
         return [
-            b"".join(pieces([one], first=False, skip_special_tokens=skip_special_tokens))
-            for one in token_ids
+            b"".join(pieces([token_id], first=False, skip_special_tokens=skip_special_tokens))
+            for token_id in token_ids
         ]
 
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:

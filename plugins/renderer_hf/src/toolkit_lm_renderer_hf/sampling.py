@@ -14,12 +14,12 @@ from toolkit_lm_renderer_hf.image_processor import refusal
 from toolkit_lm_renderer_hf.pixels import checked_fps
 
 OPTIONS = ("fps", "num_frames", "do_sample_frames")
-"""Those that a request may set."""
+"""Video sampling options that a request may set."""
 _FPS = 2.0
 """Frames in a second that are taken of a file, where the checkpoint says of none: as Qwen's own
 programs do. Transformers takes all."""
 _UNKNOWN_FPS = 24.0
-"""Of frames whose caller does not say it, as transformers has it."""
+"""Frames per second assumed for frames given without a rate, the same as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Sampling:
     fps: float | None
     num_frames: int | None
     of_frames: bool
-    """Those that a caller has decoded are sampled too (do_sample_frames)."""
+    """Whether frames that a caller has already decoded are sampled too (do_sample_frames)."""
 
     def indices(
         self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool
     ) -> list[int]:
-        """Of the frames that are taken, of `total`. `options`: of the request. Raises
+        """Indices of the sampled frames among `total` frames. `options`: from the request. Raises
         RequestError."""
         asked = options.get("fps") is not None or options.get("num_frames") is not None
         if not options.get("do_sample_frames", asked or is_file or self.of_frames):
@@ -49,7 +49,7 @@ class Sampling:
             raise RequestError(f"num_frames is {count}, and it has {total} frames.")
         # A video of one frame is taken as it is. Transformers divides by zero.
         step = total / max(count, 1)
-        # As torch.arange has it, which ends in 32 bits, and may be longer than asked for.
+        # torch.arange computes in 32 bits, and may return more values than expected.
         return [
             int(number) for number in (np.arange(math.ceil(total / step)) * step).astype(np.float32)
         ]
@@ -85,9 +85,9 @@ class Sampling:
         return self.temporal_patch_size / (_UNKNOWN_FPS if fps is None else taken / total * fps)
 
 
-def check_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request that are of sampling. Raises RequestError."""
-    chosen = {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    chosen = {name: values[name] for name in OPTIONS if values.get(name) is not None}
     if {"fps", "num_frames"} <= set(chosen):
         raise refusal("fps and num_frames cannot be set together.")
     if "fps" in chosen:

@@ -22,7 +22,7 @@ SPECIAL_TOKENS = (
     "mask_token",
 )
 _MOST_BYTES = 2**24
-"""Of a JSON file that is not the tokenizer itself."""
+"""Most bytes of a JSON file other than the tokenizer itself."""
 
 
 class LoadedTokenizer(NamedTuple):
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
     """
     config = read_json(folder / "tokenizer_config.json")
     older = read_json(folder / "special_tokens_map.json")
-    # As in transformers: a config that lists its added tokens wins over the older file.
+    # transformers does the same: a config that lists its added tokens wins over the older file.
     special_tokens = _special_tokens(
         older | config if "added_tokens_decoder" in config else config | older
     )
@@ -67,7 +67,7 @@ def _load(
             raise CheckpointError(
                 f"{path} is not a tokenizer that the package tokenizers can read: {error}"
             ) from error
-        # As in transformers 5, add_bos_token and add_eos_token of the config have no say where
+        # transformers 5 does the same: add_bos_token and add_eos_token of the config are ignored if
         # there is a tokenizer.json.
         apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
         _add_named_tokens(tokenizer, config, special_tokens)
@@ -94,19 +94,19 @@ def _add_named_tokens(
     tokenizer.add_tokens([token for token in tokens if token.content not in known])
 
 
-def _added_token(given: Any) -> AddedToken:
-    """Of a text, or of a mapping as transformers saves one."""
-    if isinstance(given, str):
-        return AddedToken(given, special=True, normalized=False)
+def _added_token(token: Any) -> AddedToken:
+    """An AddedToken from a text, or from a mapping in transformers' saved form."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True, normalized=False)
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     return AddedToken(
-        given["content"], **{name: bool(given[name]) for name in flags if name in given}
+        token["content"], **{name: bool(token[name]) for name in flags if name in token}
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file, {} where there is no such file. Raises CheckpointError for a
-    broken one."""
+    """The mapping in a JSON file; {} if the file does not exist. Raises CheckpointError for a
+    broken file."""
     if not path.is_file():
         return {}
     if path.stat().st_size > _MOST_BYTES:

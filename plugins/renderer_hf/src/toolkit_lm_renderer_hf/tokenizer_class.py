@@ -1,5 +1,5 @@
-"""What transformers 5 builds of a tokenizer by its class and tokenizer_config.json, over what
-tokenizer.json says."""
+"""Rebuilds the parts of a tokenizer that transformers 5 derives from the tokenizer class and
+tokenizer_config.json. These override tokenizer.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 PROBE = (
     "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
 )
-"""Where tokenizers that are not the same differ."""
+"""Text on which different tokenizers give different tokens."""
 
 
 def _names(words: str, ending: str = "") -> tuple[str, ...]:
@@ -46,7 +46,7 @@ _BYTE_LEVEL: Mapping[str, bool] = MappingProxyType(
 say."""
 
 _COMPOSED = frozenset(_classes("Cohere GPTNeoX Qwen2 Qwen3_5"))
-"""Those of them that normalize by NFC. The others do not normalize."""
+"""Byte-level BPE classes that normalize by NFC. The rest do not normalize."""
 
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -162,7 +162,7 @@ _OF_MODEL_TYPE = {
 _ONLY_ITS_OWN = frozenset(
     _names("hyperclovax_vision_v2 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2")
 )
-"""Those for which it counts whatever class is named."""
+"""Model types whose own tokenizer class is used, whatever class the checkpoint names."""
 
 _AS_IN_THE_FILE = frozenset(
     _names(
@@ -245,10 +245,10 @@ def tokenizer_class(config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> 
 
 
 def _build_byte_level(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
-    given = _flag(config, "add_prefix_space")
+    stated = _flag(config, "add_prefix_space")
     words = _WORDS.get(name)
     bytes_of = pre_tokenizers.ByteLevel(
-        add_prefix_space=_BYTE_LEVEL[name] if given is None else given, use_regex=words is None
+        add_prefix_space=_BYTE_LEVEL[name] if stated is None else stated, use_regex=words is None
     )
     before: list[pre_tokenizers.PreTokenizer] = (
         [] if words is None else [pre_tokenizers.Split(Regex(words), "isolated")]
@@ -297,7 +297,7 @@ def _byte_levels(part: pre_tokenizers.PreTokenizer | None) -> list[pre_tokenizer
         parts = cast(
             "Iterable[pre_tokenizers.PreTokenizer]", part
         )  # which it is, though the stubs do not say so
-        return [found for one in parts for found in _byte_levels(one)]
+        return [found for part in parts for found in _byte_levels(part)]
     return [part] if isinstance(part, pre_tokenizers.ByteLevel) else []
 
 
@@ -313,10 +313,10 @@ def _check(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
         ("do_lower_case", "a" in first),
         ("add_prefix_space", first.startswith("▁")),
     ):
-        given = _flag(config, option)
-        if given is not None and given != in_file:
+        stated = _flag(config, option)
+        if stated is not None and stated != in_file:
             raise CheckpointError(
                 f"tokenizer_config.json and tokenizer.json of {name} disagree: only the first "
-                f"has {option}={given!r}. "
+                f"has {option}={stated!r}. "
                 "Save the tokenizer again with transformers, or edit one of the two."
             )

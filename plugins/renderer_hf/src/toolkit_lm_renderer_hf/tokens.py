@@ -58,7 +58,7 @@ class TokenRenderer(Renderer):
         return ""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """As vLLM names tokens without text: "token_id:7"."""
+        """Names of tokens without text, in vLLM's form: "token_id:7"."""
         return [f"token_id:{token_id}" for token_id in token_ids]
 
     @property
@@ -80,6 +80,6 @@ class _NoText(DecodeStream):
 
 def _refuse(param: str) -> NoReturn:
     raise RequestError(
-        "this engine takes token ids, and no text (--renderer tokens): give prompt_token_ids.",
+        "this engine takes token ids, and no text (renderer='tokens'): give prompt_token_ids.",
         param,
     )

@@ -28,10 +28,10 @@ from toolkit_lm_renderer_hf.forms import (
 )
 
 Tried = Callable[[list[Plain], list[Any] | None], str | None]
-"""What a template makes of messages and tools; None where it refuses them."""
+"""Renders messages and tools with a template; None if the template refuses them."""
 Chosen = TypeVar("Chosen", Form, ToolForm)
 _ID = "abcdefghi"
-"""Of a call: some templates refuse others than nine letters."""
+"""Id of a tool call. Some templates refuse ids that are not nine letters."""
 _FILLER = "a text of no interest"
 _SECRET = f"qz{secrets.token_hex(4)}q"
 """Begins each mark: a client that knew it could write marks itself, and have a template pass for
@@ -58,7 +58,8 @@ def _marks(text: str) -> set[int]:
 
 
 class Faults(NamedTuple):
-    """What is wrong with renderings of marks, all together. Of two, the lesser is the better."""
+    """Total faults of several renderings of marks. Compared field by field: the lesser is
+    better."""
 
     num_broken: int
     """Conversations that the template refuses, or leaves marks out of."""
@@ -143,7 +144,7 @@ class Trials:
     def writes_tools(self) -> bool:
         """Whether the name of a tool is written."""
         tool, _ = _tool_sample(_WHOLE_TOOL, 0)
-        text = self._tried(self._said("user"), self.tools([tool]))
+        text = self._tried(self._filler("user"), self.tools([tool]))
         return text is not None and 0 in _marks(text)
 
     def form(self, sort: Sort) -> Form:
@@ -200,14 +201,18 @@ class Trials:
 
     @cached_property
     def _usual_tools(self) -> list[Any] | None:
-        """What conversations of trials have for tools: none, or where the template takes no other
-        conversation, some."""
+        """Tools for trial conversations: none, or some if the template takes no conversation
+        without tools."""
         tool, _ = _tool_sample(_WHOLE_TOOL, 0)
         usual: list[list[Any] | None] = [None, [], [tool]]
         user = {"role": "user", "content": _FILLER}
         users = [written(user, Form("user")), written(user, Form("user", "parts"))]
         return next(
-            (one for one in usual if any(self._tried(chat, one) is not None for chat in users)),
+            (
+                usual_turn
+                for usual_turn in usual
+                if any(self._tried(chat, usual_turn) is not None for chat in users)
+            ),
             None,
         )
 
@@ -215,23 +220,25 @@ class Trials:
         """Conversations that such a message may stand in. Templates refuse some of them."""
         if sort.role == "user":
             return [message]
-        user = self._said("user")
+        user = self._filler("user")
         if sort.role == "assistant" and not sort.has_calls:
             return [[*user, *message, *user], [*user, *message]]
         if sort.role == "assistant":
             result = {"role": "tool", "tool_call_id": _ID, "name": _mark(0), "content": _FILLER}
             results = [written(result, form) for form in (Form("tool"), Form("tool", "parts"))]
             ends = [
-                end for one in results for end in ([*one, *self._said("assistant"), *user], one)
+                end
+                for chat in results
+                for end in ([*chat, *self._filler("assistant"), *user], chat)
             ]
             return [[*user, *message, *end] for end in (*ends, [])]
         if sort.role != "tool":
             return [[*message, *user], [*user, *message, *user]]
         call = {"role": "assistant", "tool_calls": [_call("a", {"a": "b"})]}
         begin = [*user, *written(call, self.form(sort_of(call))), *message]
-        return [[*begin, *self._said("assistant"), *user], begin]
+        return [[*begin, *self._filler("assistant"), *user], begin]
 
-    def _said(self, role: str) -> list[Plain]:
+    def _filler(self, role: str) -> list[Plain]:
         """A message of no interest."""
         return written({"role": role, "content": _FILLER}, self.form(Sort(role, "text", False)))
 
@@ -242,12 +249,12 @@ class Trials:
             tool, more = _tool_sample(sort, len(marks))
             tools.append(tool)
             marks |= more
-        user = self._said("user")
-        system = self._said("system")
+        user = self._filler("user")
+        system = self._filler("system")
 
         def faults(form: ToolForm) -> Faults:
-            given = [written_tool(tool, form) for tool in tools]
-            return _faults([self._tried(chat, given) for chat in (user, [*system, *user])], marks)
+            written = [written_tool(tool, form) for tool in tools]
+            return _faults([self._tried(chat, written) for chat in (user, [*system, *user])], marks)
 
         return _best(TOOL_FORMS, faults)
 
@@ -303,8 +310,8 @@ def _tool_sample(sort: ToolSort, first: int) -> tuple[Plain, set[int]]:
 
 
 def _shape(message: Plain) -> Hashable:
-    """What decides how a message is written, but for its texts. Of two with one shape, the same
-    places get marks."""
+    """Everything but texts that decides how a message is written. Messages with equal shapes get
+    marks in the same places."""
     calls = message.get("tool_calls")
     content = message.get("content")
     if isinstance(content, str):
@@ -328,13 +335,14 @@ def _shape_of_tools(tools: list[Any] | None) -> Hashable:
     """Whether there is one or several, and of which sorts."""
     functions = [_function(tool) for tool in tools or ()]
     sorts = frozenset(
-        (isinstance(one.get("name"), str), tool_sort_of({"function": one})) for one in functions
+        (isinstance(function.get("name"), str), tool_sort_of({"function": function}))
+        for function in functions
     )
     return min(len(functions), 2), sorts
 
 
 def _arguments_of(function: Plain) -> Literal["none", "mapping", "JSON", "text"]:
-    """What a call has for arguments. `none`: nothing that must be written."""
+    """Form of a call's arguments. `none`: nothing that must be written."""
     arguments = function.get("arguments")
     if isinstance(arguments, dict) and arguments:
         return "mapping"
@@ -358,11 +366,11 @@ class _Marked:
 
     def __init__(self) -> None:
         self.places: list[tuple[str, str]] = []
-        """By mark, what is told where it is missing: a message, and the field at fault."""
+        """Error for a missing mark (its message and the field at fault), by mark."""
 
-    def mark(self, told: str, param: str = "messages") -> str:
+    def mark(self, place: str, param: str = "messages") -> str:
         """A new mark."""
-        self.places.append((told, param))
+        self.places.append((place, param))
         return _mark(len(self.places) - 1)
 
     def message(self, message: Plain, index: int) -> Plain:
@@ -371,9 +379,9 @@ class _Marked:
         calls = message.get("tool_calls")
         where = f"messages[{index}]"
         made = dict(message)
-        beside = ", beside its tool calls" if calls else ""
-        told = f"the content of {where} (role {message['role'][:40]!r}){beside}"
-        mark = partial(self.mark, told)
+        calls_too = ", beside its tool calls" if calls else ""
+        place = f"the content of {where} (role {message['role'][:40]!r}){calls_too}"
+        mark = partial(self.mark, place)
         if isinstance(content, str) and content.strip():
             made["content"] = mark()
         elif isinstance(content, list):
@@ -388,30 +396,30 @@ class _Marked:
     def tool(self, tool: Any) -> Any:
         return self._named(tool, "the tools of this request", "tools")
 
-    def _call(self, call: Any, told: str) -> Any:
+    def _call(self, call: Any, place: str) -> Any:
         function = _function(call)
         arguments = function.get("arguments")
         match _arguments_of(function):
             case "mapping":
-                arguments = {self.mark(told): self.mark(told)}
+                arguments = {self.mark(place): self.mark(place)}
             case "JSON":
-                arguments = json.dumps({self.mark(told): self.mark(told)})
+                arguments = json.dumps({self.mark(place): self.mark(place)})
             case "text":
-                arguments = self.mark(told)
-        return self._named(call, told, "messages", arguments=arguments)
+                arguments = self.mark(place)
+        return self._named(call, place, "messages", arguments=arguments)
 
-    def _named(self, one: Any, told: str, param: str, **more: Any) -> Any:
-        function = _function(one)
+    def _named(self, entry: Any, place: str, param: str, **more: Any) -> Any:
+        function = _function(entry)
         if not isinstance(function.get("name"), str):
-            return one
-        made = {**function, **more, "name": self.mark(told, param)}
-        return {**one, "function": made} if "function" in one else made
+            return entry
+        made = {**function, **more, "name": self.mark(place, param)}
+        return {**entry, "function": made} if "function" in entry else made
 
 
-def _left_out(told: str, param: str) -> RequestError:
+def _left_out(place: str, param: str) -> RequestError:
     """The error for what a template does not write."""
     return RequestError(
-        f"the chat template does not write {told}: the model would never read that. "
-        "Leave it out, or have another template used (--chat-template).",
+        f"the chat template does not write {place}: the model would never read that. "
+        "Leave it out, or have another template used (chat_template).",
         param,
     )

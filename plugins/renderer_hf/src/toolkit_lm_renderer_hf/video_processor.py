@@ -44,13 +44,13 @@ _DEFAULTS: dict[str, Any] = {
     "fps": None,
     "num_frames": None,
 }
-"""Of transformers' Qwen2VLVideoProcessor."""
+"""Defaults of transformers' Qwen2VLVideoProcessor."""
 _MOST = 2**20
 _COUNTS = {"patch_size": 256, "temporal_patch_size": 64, "merge_size": 64}
 _COUNTS |= dict.fromkeys(("min_frames", "max_frames", "max_video_tokens"), _MOST)
 """Integers, and the most that a checkpoint may state."""
 _SHARE = 0.9
-"""Of max_video_tokens, for the frames of one video."""
+"""Share of max_video_tokens that the frames of one video may use."""
 
 
 class VideoProcessor:
@@ -59,21 +59,23 @@ class VideoProcessor:
     def __init__(
         self, folder: Path, images: ImageProcessor, max_pixels: int, *, timed: bool
     ) -> None:
-        """`max_pixels`: of all frames together. `timed`: the model is told how fast they come."""
+        """`max_pixels`: limit for all frames together. `timed`: the model is told the frame
+        times."""
         self._folder = folder
         self._images = images
         self._max_pixels = max_pixels
         self._timed = timed
         self._lock = threading.Lock()
 
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a request, which may make frames smaller or fewer. Raises RequestError."""
+    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Processor options from a request; they can only make frames smaller or fewer. Raises
+        RequestError."""
         sizes = (
-            {"size": chosen_size(given, self._config["size"])}
-            if {"size", "min_pixels", "max_pixels"} & set(given)
+            {"size": chosen_size(options, self._config["size"])}
+            if {"size", "min_pixels", "max_pixels"} & set(options)
             else {}
         )
-        return sizes | check_sampling(given)
+        return sizes | check_sampling(options)
 
     @property
     def sampling(self) -> Sampling:
@@ -120,7 +122,7 @@ class VideoProcessor:
             image = Image.fromarray(pixels)
             if image.size != (width, height):
                 image = image.resize((width, height), config["resample"])
-            patches = run(processor, np.asarray(image), self._of_a_frame)["pixel_values"]
+            patches = run(processor, np.asarray(image), self._frame_options)["pixel_values"]
             made[number // depth, :, :, number % depth] = patches.reshape(
                 made.shape[1], made.shape[2], -1
             )
@@ -204,8 +206,8 @@ class VideoProcessor:
         return config
 
     def _stated(self) -> Mapping[str, Any]:
-        """As transformers reads it: a part of processor_config.json, else a file of its own, else
-        the image processor's."""
+        """The video processor's settings: a part of processor_config.json, else a file of its own,
+        else the image processor's file. Transformers reads them in the same order."""
         nested = self._json("processor_config.json").get("video_processor")
         return (
             nested
@@ -249,7 +251,7 @@ class VideoProcessor:
             )
 
     @cached_property
-    def _of_a_frame(self) -> dict[str, Any]:
+    def _frame_options(self) -> dict[str, Any]:
         """Options of the image processor. Scaling is a part of normalizing, in the order and the
         precision of transformers' videos."""
         config = self._config

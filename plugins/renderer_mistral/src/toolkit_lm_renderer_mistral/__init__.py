@@ -6,8 +6,8 @@ from toolkit_lm.plugin import RendererRegistry, hookimpl
 
 @hookimpl
 def toolkit_register_renderers(renderers: RendererRegistry) -> None:
-    # Of equal priority with hf, which comes first: a checkpoint with files of both stays with hf,
-    # unless this one is asked for by name.
+    # hf has the same priority and comes first: a checkpoint with files of both uses hf, unless this
+    # renderer is asked for by name.
     renderers.add(
         "mistral", "toolkit_lm_renderer_mistral.renderer:MistralRenderer", reads=("tekken.json",)
     )

@@ -21,12 +21,12 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "assistant": ("content", "tool_calls", "reasoning", "reasoning_content"),
     "tool": ("content", "tool_call_id", "name"),
 }
-"""What a message of each role is made of. As with chat templates, other keys are not looked at."""
+"""Keys of a message by role. Other keys are ignored, like in chat templates."""
 _PART_KEYS: Mapping[str, tuple[str, ...]] = {"text": ("text",), "thinking": ("thinking", "closed")}
 """Parts of a content. Those that name an image or a sound must not reach the library: it would
 fetch what they name."""
 _PARAMS = {"InvalidToolException": "tools", "InvalidToolSchemaException": "tools"}
-"""Of errors that do not speak of messages."""
+"""Request parameter at fault, for errors that do not concern messages."""
 
 
 class Chat:
@@ -68,14 +68,14 @@ class Chat:
             request.tools = converted
             return list(self._tokenizer.encode_chat_completion(request).tokens)
 
-    def _settings(self, given: Any) -> dict[str, Any]:
+    def _settings(self, value: Any) -> dict[str, Any]:
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-        if given is not None and not isinstance(given, Mapping):
+        if value is not None and not isinstance(value, Mapping):
             raise RequestError(
-                f"{_SETTINGS} must be a mapping, not a {type(given).__name__}.", _SETTINGS
+                f"{_SETTINGS} must be a mapping, not a {type(value).__name__}.", _SETTINGS
             )
-        for name in given or {}:
+        for name in value or {}:
             if name != _EFFORT:
                 raise RequestError(
                     f"mistral-common has no chat template, and takes no {name!r:.100} for one. "
@@ -88,7 +88,7 @@ class Chat:
                     "on do.",
                     _SETTINGS,
                 )
-        settings = dict(given or {})
+        settings = dict(value or {})
         with refusals(_SETTINGS):
             # Without messages, so that what it says is about the settings.
             ChatCompletionRequest(messages=[], **settings)

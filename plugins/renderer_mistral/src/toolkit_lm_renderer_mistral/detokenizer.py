@@ -22,7 +22,7 @@ class Detokenizer:
         self._pieces: dict[int, bytes] = {}
 
     def bytes_of(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
-        """Of these tokens together. Ids without a token are passed over."""
+        """Bytes of these tokens together. Ids without a token are skipped."""
         start = self._num_special if skip_special_tokens else 0
         return b"".join(
             self._piece(token_id) for token_id in token_ids if start <= token_id < self._size

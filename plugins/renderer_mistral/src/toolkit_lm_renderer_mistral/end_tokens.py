@@ -21,11 +21,10 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_tokens(config: VllmConfig, of_tokenizer: int, vocab_size: int) -> list[int]:
-    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit
-    for are left out: it never draws them.
+    """End-of-sequence token ids from generation_config.json, config.json and the tokenizer. Ids
+    outside the vocabulary are left out: the model has no logit for them.
 
-    Raises CheckpointError for what is no token id.
-    """
+    Raises CheckpointError if an entry is not a token id."""
     found = dict.fromkeys(_stated(config))
     if found and of_tokenizer not in found:
         logger.warning(

@@ -24,7 +24,7 @@ class PlainCopy:
         too large."""
         if depth > _MOST_DEPTH:
             raise RequestError(f"{param} is nested more than {_MOST_DEPTH} levels deep.", param)
-        self._take(_ITEM, param)
+        self._spend(_ITEM, param)
         if value is None or type(value) in (int, float, bool):
             return value
         if isinstance(value, str):
@@ -41,11 +41,11 @@ class PlainCopy:
         )
 
     def _text(self, value: str, param: str) -> str:
-        self._take(len(value), param)
+        self._spend(len(value), param)
         check_unicode(value, param, param)
         return str.__str__(value)
 
-    def _take(self, size: int, param: str) -> None:
+    def _spend(self, size: int, param: str) -> None:
         self._left -= size
         if self._left < 0:
             raise ContextLengthError(

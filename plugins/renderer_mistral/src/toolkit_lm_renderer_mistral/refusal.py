@@ -36,10 +36,10 @@ def is_panic(error: BaseException) -> bool:
 
 
 def wording(error: BaseException) -> str:
-    """What an error says, in one line of bounded length."""
+    """Message of an error, in one line of bounded length."""
     details = getattr(error, "errors", None)
     if callable(details) and (found := details()):
-        # Of pydantic, whose own text shows the input.
+        # pydantic's own text shows the input.
         where = ".".join(map(str, found[0]["loc"]))
         text = f"{where}: {found[0]['msg']}" if where else str(found[0]["msg"])
     elif isinstance(error, KeyError):

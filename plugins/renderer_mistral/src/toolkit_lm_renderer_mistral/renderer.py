@@ -26,7 +26,7 @@ from toolkit_lm_renderer_mistral.refusal import refusals
 from toolkit_lm_renderer_mistral.tekken import load_tekken, missing
 
 _MAX_CHARS = 1 << 20
-"""Of one text: about a second of work."""
+"""Most characters of one text: about a second of work."""
 _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 

@@ -40,7 +40,7 @@ class RenderServerConformance:
     """`multi_modal_data`, by one placeholder each in a plain prompt, which is `placeholder`."""
     placeholder: ClassVar[str] = "<image>"
     speaks_msgpack: ClassVar[bool] = False
-    """Where a client accepts it."""
+    """Whether the server answers in msgpack if a client accepts it."""
 
     @pytest.fixture
     def client(self, url: str) -> Iterator[httpx.Client]:
@@ -73,13 +73,13 @@ class RenderServerConformance:
         assert "Hello" in self.ask(client, "/derender", Derendered, token_ids=found.token_ids).text
 
     def test_prompts_are_answered_in_order(self, client: httpx.Client) -> None:
-        [one] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt="one").data
+        [rendered] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt="one").data
         [first, second] = self.ask(
             client, RENDER_PROMPTS, RenderedPrompts, prompt=["one", "two"]
         ).data
-        assert first.token_ids == one.token_ids != second.token_ids
-        [given] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt=one.token_ids).data
-        assert given.token_ids == one.token_ids
+        assert first.token_ids == rendered.token_ids != second.token_ids
+        [echoed] = self.ask(client, RENDER_PROMPTS, RenderedPrompts, prompt=rendered.token_ids).data
+        assert echoed.token_ids == rendered.token_ids
 
     def test_texts_come_back(self, client: httpx.Client) -> None:
         for text in self.texts:
@@ -171,9 +171,9 @@ class RenderServerConformance:
         first, second = self.images
         found = self.chat(client, first, second, first).features
         assert found is not None
-        assert [one.modality for one in found] == ["image"] * 3
+        assert [item.modality for item in found] == ["image"] * 3
         assert found[0].mm_identifier == found[2].mm_identifier != found[1].mm_identifier
-        assert all(one.data for one in found)
+        assert all(item.data for item in found)
         assert (found[0].data, found[0].layout) == (found[2].data, found[2].layout)
 
     def test_what_the_engine_holds_is_left_out(self, client: httpx.Client) -> None:
@@ -185,12 +185,12 @@ class RenderServerConformance:
                 found = self.chat(client, *self.images, held=[held, "another"])
                 assert found.token_ids == whole.token_ids
                 assert found.features is not None
-                assert [one.data is None for one in found.features] == [True, False]
-                assert [one.mm_position for one in found.features] == [
-                    one.mm_position for one in whole.features
+                assert [feature.data is None for feature in found.features] == [True, False]
+                assert [feature.mm_position for feature in found.features] == [
+                    feature.mm_position for feature in whole.features
                 ]
-                assert [one.layout for one in found.features] == [
-                    one.layout for one in whole.features
+                assert [feature.layout for feature in found.features] == [
+                    feature.layout for feature in whole.features
                 ]
 
     def test_a_broken_image_is_named(self, client: httpx.Client) -> None:
@@ -201,7 +201,7 @@ class RenderServerConformance:
 
     def test_images_in_a_prompt(self, client: httpx.Client) -> None:
         if self.images and self.takes_media_in_prompts:
-            media = {"image": [_url(one) for one in self.images]}
+            media = {"image": [_url(image) for image in self.images]}
             response = client.post(
                 RENDER_PROMPTS,
                 json={
@@ -214,8 +214,8 @@ class RenderServerConformance:
             assert found.features is not None
             in_chat = self.chat(client, *self.images).features
             assert in_chat is not None
-            assert [one.mm_identifier for one in found.features] == [
-                one.mm_identifier for one in in_chat
+            assert [feature.mm_identifier for feature in found.features] == [
+                feature.mm_identifier for feature in in_chat
             ]
             self.refused(client, RENDER_PROMPTS, prompt=self.placeholder, multi_modal_data=media)
 

@@ -11,7 +11,7 @@ import httpx
 
 
 class _Own(NamedTuple):
-    """What one event loop has."""
+    """Client and slots of one event loop."""
 
     client: httpx.AsyncClient
     slots: asyncio.Semaphore
@@ -34,11 +34,11 @@ class LoopConnections:
         self._by_loop: dict[asyncio.AbstractEventLoop, _Own] = {}
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         """A client of the running loop, for one request at a time."""
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
-            for ended in [one for one in list(self._by_loop) if one.is_closed()]:
+            for ended in [loop for loop in list(self._by_loop) if loop.is_closed()]:
                 self._by_loop.pop(ended, None)
             lifetime = self._lifetime(loop)
             self._by_loop[loop] = _Own(

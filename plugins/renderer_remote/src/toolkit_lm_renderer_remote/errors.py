@@ -1,4 +1,4 @@
-"""What keeps a prompt from being rendered that is not the prompt's fault."""
+"""Errors of rendering that are not the prompt's fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class UnreachableError(RenderServerError):
 
 
 class BadAnswerError(RenderServerError):
-    """A render server answered with what is no rendered prompt, and no other one did better."""
+    """A render server's answer was not a rendered prompt, and the other servers did not do
+    better."""
 
     http_status = 502
     code = "renderer_bad_answer"

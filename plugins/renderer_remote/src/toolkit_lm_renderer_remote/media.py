@@ -14,7 +14,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.prompts import Conversation
 
 _TEXTS = ("text", "refusal", "thinking")
-"""Types of content parts that are no media."""
+"""Types of content parts that are not media."""
 _MEDIA = (
     "file",
     "input_audio",
@@ -50,16 +50,16 @@ def plain_messages(messages: Conversation) -> list[Any]:
 def plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """`multi_modal_data` as `plain` has it. Raises RequestError, naming the item."""
     made: dict[str, Any] = {}
-    for modality, given in data.items():
+    for modality, sources in data.items():
         if (
-            not isinstance(given, list | tuple)
-            or (modality == "video" and _is_frames(given))
-            or _has_rate(modality, given)
+            not isinstance(sources, list | tuple)
+            or (modality == "video" and _is_frames(sources))
+            or _has_rate(modality, sources)
         ):
-            made[modality] = _plain_item(modality, 1, given)
+            made[modality] = _plain_item(modality, 1, sources)
         else:
             made[modality] = [
-                _plain_item(modality, number, one) for number, one in enumerate(given, 1)
+                _plain_item(modality, number, source) for number, source in enumerate(sources, 1)
             ]
     return made
 
@@ -81,8 +81,8 @@ def _plain_part(part: Any, counts: Counter[str]) -> Any:
     counts[modality] += 1
     holds = (kind, modality)
     return {
-        name: _plain_item(modality, counts[modality], one) if name in holds else plain(one)
-        for name, one in part.items()
+        name: _plain_item(modality, counts[modality], item) if name in holds else plain(item)
+        for name, item in part.items()
     }
 
 
@@ -149,7 +149,7 @@ def _is_frames(source: Any) -> bool:
     with_fps = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
     return with_fps or (
         bool(source)
-        and all(hasattr(one, "convert") or getattr(one, "ndim", 0) == 3 for one in source)
+        and all(hasattr(image, "convert") or getattr(image, "ndim", 0) == 3 for image in source)
     )
 
 
@@ -159,9 +159,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, str | int | float) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, bytes | bytearray | memoryview):
         return data_url(bytes(value))
     value = _numpy(value)

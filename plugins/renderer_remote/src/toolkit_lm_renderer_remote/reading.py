@@ -20,7 +20,7 @@ _MOST_AXES = 8
 _MOST_FACTS = 64
 _MOST_NUMBERS = 4096
 _MOST_INSIDE = _MOST_ARRAYS * (_MOST_AXES + 3) + _MOST_NUMBERS + 16
-"""Commas inside of a feature, as JSON, beside its mask's."""
+"""Commas within a feature's JSON, apart from those of its mask."""
 _IDENTIFIER = 512
 """Characters of an identifier."""
 _DTYPES = frozenset(
@@ -93,7 +93,7 @@ class Answer:
     def only_prompt(
         self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None
     ) -> Rendered:
-        """As `prompt`, of an answer that lists one."""
+        """Reads an answer that lists exactly one prompt; otherwise like `prompt`."""
         found = self._as(_Prompts, self._body).data
         if len(found) != 1:
             raise WrongAnswerError(f"it gave {len(found)} prompts for one")
@@ -104,7 +104,7 @@ class Answer:
         return Rendered(self._token_ids(self._as(_Tokens, self._body).tokens))
 
     def error(self) -> ErrorDetail:
-        """What is wrong with a request. Raises WrongAnswerError."""
+        """The request's error in an answer. Raises WrongAnswerError."""
         return self._as(ErrorAnswer, self._body).error
 
     def _rendered(
@@ -121,13 +121,13 @@ class Answer:
                 f"it gave {len(features)} features for {num_media} items of media"
             )
         end = 0
-        for one in features:
-            if one.mm_position.offset < end:
+        for feature in features:
+            if feature.mm_position.offset < end:
                 raise WrongAnswerError("features overlap, or are not in order")
-            end = one.mm_position.end
+            end = feature.mm_position.end
             if end > len(token_ids):
                 raise WrongAnswerError("a feature ends beyond the prompt")
-            if one.data is None and one.mm_identifier not in held:
+            if feature.data is None and feature.mm_identifier not in held:
                 raise WrongAnswerError("a feature has no data, and nobody holds it")
         return Rendered(token_ids, features or None)
 
@@ -142,10 +142,10 @@ class Answer:
         self._check_count(
             raw, num_media, "the features", num_commas=2 * num_tokens + _MOST_INSIDE * num_media
         )
-        given = self._as(list[Raw], raw)
-        if len(given) > num_media:
-            raise WrongAnswerError(f"it gave {len(given)} features for {num_media} items of media")
-        return [self._feature(one, num_tokens) for one in given]
+        items = self._as(list[Raw], raw)
+        if len(items) > num_media:
+            raise WrongAnswerError(f"it gave {len(items)} features for {num_media} items of media")
+        return [self._feature(item, num_tokens) for item in items]
 
     def _feature(self, raw: Raw, num_tokens: int) -> MultiModalFeatureSpec:
         found = self._as(_Feature, raw)
@@ -175,19 +175,21 @@ class Answer:
         self._check_count(
             raw, _MOST_ARRAYS, "a feature's data", num_commas=_MOST_ARRAYS * (_MOST_AXES + 3)
         )
-        return {name: self._array(one) for name, one in self._as(dict[str, _Array], raw).items()}
+        return {
+            name: self._array(array) for name, array in self._as(dict[str, _Array], raw).items()
+        }
 
-    def _array(self, one: _Array) -> Array:
-        self._check_count(one.shape, _MOST_AXES, "a shape")
-        shape = self._as(list[int], one.shape)
-        if one.dtype not in _DTYPES:
-            raise WrongAnswerError(f"an array has the dtype {one.dtype[:20]!r}")
+    def _array(self, array: _Array) -> Array:
+        self._check_count(array.shape, _MOST_AXES, "a shape")
+        shape = self._as(list[int], array.shape)
+        if array.dtype not in _DTYPES:
+            raise WrongAnswerError(f"an array has the dtype {array.dtype[:20]!r}")
         if (
             min(shape, default=0) < 0
-            or math.prod(shape) * np.dtype(one.dtype).itemsize != one.data.nbytes
+            or math.prod(shape) * np.dtype(array.dtype).itemsize != array.data.nbytes
         ):
             raise WrongAnswerError("an array has not as many bytes as its shape and dtype say")
-        return Array(one.dtype, shape, one.data)
+        return Array(array.dtype, shape, array.data)
 
     def _layout(self, raw: Raw) -> dict[str, list[float]]:
         if len(raw) > _MOST_NUMBERS * 9:
@@ -195,9 +197,11 @@ class Answer:
         self._check_count(raw, _MOST_FACTS, "a feature's layout", num_commas=_MOST_NUMBERS)
         return self._as(dict[str, list[float]], raw)
 
-    def _check_count(self, raw: Raw, most: int, what: str, num_commas: int | None = None) -> None:
-        """Of a list or a mapping, before its items are made. `num_commas`: of JSON whose items have
-        commas inside."""
+    def _check_count(
+        self, raw: Raw, most: int, subject: str, num_commas: int | None = None
+    ) -> None:
+        """Checks the length of a list or mapping before its items are made. `num_commas`: limit for
+        JSON whose items contain commas."""
         if self._is_msgpack:
             too_many = _count(bytes(memoryview(raw)[:5])) > most
         else:
@@ -205,7 +209,7 @@ class Answer:
                 max(most - 1, 0) if num_commas is None else num_commas
             )
         if too_many:
-            raise WrongAnswerError(f"too much is in {what}: {most} at most")
+            raise WrongAnswerError(f"too much is in {subject}: {most} at most")
 
     def _as(self, kind: type[Kind], body: Any) -> Kind:
         try:
@@ -216,12 +220,12 @@ class Answer:
             )
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise WrongAnswerError(
-                f"its answer is no rendered prompt: {str(error)[:200]}"
+                f"its answer is not a rendered prompt: {str(error)[:200]}"
             ) from None
 
 
 def _count(head: bytes) -> int:
-    """Of msgpack's list or mapping, from its first bytes; 0 for anything else."""
+    """Length of msgpack's list or mapping, from its first bytes; 0 for anything else."""
     kind = head[0] if head else 0
     if 0x80 <= kind <= 0x9F:
         return kind & 0x0F

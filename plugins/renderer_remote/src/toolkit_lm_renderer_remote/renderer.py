@@ -37,11 +37,11 @@ _SLACK = 2**16
 _BYTES_OF_TOKEN = 16
 """That an answer may have for each token, a mask's entry included."""
 _MOST_HELD = 512
-"""Identifiers that a render server is told of."""
+"""Identifiers of held items that a request to a render server names."""
 
 
 class _Question(NamedTuple):
-    """What a render server is asked."""
+    """Question for a render server."""
 
     path: str
     body: dict[str, Any]
@@ -67,23 +67,20 @@ class _Bounds(TypedDict):
 
 
 class RemoteRenderer(Renderer):
-    """Asks the servers of `renderer_url`. They must serve the same model: their answers are
-    checked, but not known to be the right ones.
+    """Renders by asking the servers of `renderer_url`. They must serve the same model: their
+    answers are checked for form, not for being right.
 
     A stream of tokens becomes text without a call per token, by a renderer in this process that
-    reads the checkpoint's tokenizer. It makes the texts of pooling, too, which render servers have
-    no route for.
+    reads the checkpoint's tokenizer. It also makes the texts of pooling, for which render servers
+    have no route.
 
-    Raises ConfigError where there is no server, or nothing here that reads the tokenizer. The
-    servers need not be up yet.
-    """
+    Raises ConfigError if no server is named, or no renderer here reads the tokenizer. The servers
+    need not be up yet."""
 
     @classmethod
     def refuses(cls, config: VllmConfig) -> str | None:
         return (
-            None
-            if config.renderer.renderer_url
-            else "no render server is named: give --renderer-url"
+            None if config.renderer.renderer_url else "no render server is named: give renderer_url"
         )
 
     def __init__(self, config: VllmConfig) -> None:
@@ -160,10 +157,10 @@ class RemoteRenderer(Renderer):
                 return self._local.render_prompt(parsed)
             body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
             return _Question(TOKENIZE, body, 0, 0, lambda answer, *_: answer.tokens())
-        given = parsed["prompt"] if token_ids is None else token_ids
+        text_or_ids = parsed["prompt"] if token_ids is None else token_ids
         items = media["multi_modal_data"] = plain_data(media.get("multi_modal_data", {}))
-        count = sum(len(one) if isinstance(one, list) else 1 for one in items.values())
-        body = plain({"prompt": given, "add_special_tokens": add_special_tokens, **media})
+        count = sum(len(item) if isinstance(item, list) else 1 for item in items.values())
+        body = plain({"prompt": text_or_ids, "add_special_tokens": add_special_tokens, **media})
         return _Question(RENDER_PROMPTS, body, count, count, Answer.only_prompt)
 
     def _render(self, question: _Question) -> Rendered:
@@ -176,7 +173,7 @@ class RemoteRenderer(Renderer):
         return rendered
 
     async def _render_async(self, question: _Question) -> Rendered:
-        """As `_render`."""
+        """Awaitable form of `_render`."""
         path, sent, read, bounds = await asyncio.to_thread(
             self._sent, question, self._held(question)
         )
@@ -194,7 +191,7 @@ class RemoteRenderer(Renderer):
         )
 
     def _sent(self, question: _Question, held: list[str]) -> _Sent:
-        """What a question comes to, where the engine holds these items."""
+        """The encoded question, with the items that the engine holds."""
         # The length is checked here, where it is known whether the prompt is to be cut.
         more = {} if question.path == TOKENIZE else {"check_length": False}
         sent = _encoded({**question.body, **more, **({"held": held} if held else {})})
@@ -218,11 +215,11 @@ class RemoteRenderer(Renderer):
         """Raises WrongAnswerError for what is not this model's: the next server may know better."""
         try:
             check_token_ids(rendered.token_ids, self._vocab_size)
-            for one in rendered.features or ():
+            for feature in rendered.features or ():
                 if self.rules is None:
                     raise RequestError("this model takes no media.")
-                if one.data is not None:
-                    self.rules.check(one, rendered.token_ids)
+                if feature.data is not None:
+                    self.rules.check(feature, rendered.token_ids)
         except RequestError as error:
             raise WrongAnswerError(f"its answer is of another model: {error}") from None
         return rendered
@@ -231,8 +228,8 @@ class RemoteRenderer(Renderer):
         """Whether the engine lacks an item. Those that it has stay until the request is sent."""
         cache = self.feature_cache
         return any(
-            one.data is None and (cache is None or cache.get(one.mm_identifier) is None)
-            for one in rendered.features or ()
+            feature.data is None and (cache is None or cache.get(feature.mm_identifier) is None)
+            for feature in rendered.features or ()
         )
 
     # Output, and what is known of the tokenizer
@@ -287,7 +284,7 @@ class RemoteRenderer(Renderer):
 
 
 def _local(config: VllmConfig, plugins: Plugins) -> Renderer:
-    """What reads the tokenizer in this process. Raises ConfigError."""
+    """Renderer that reads the tokenizer in this process. Raises ConfigError."""
     config = config.replace(renderer="auto", renderer_url=[])
     try:
         name, _ = choose_renderer(config, plugins)
@@ -295,14 +292,14 @@ def _local(config: VllmConfig, plugins: Plugins) -> Renderer:
         raise ConfigError(
             "renderer 'remote' makes text of tokens in this process, for a call per token would "
             "hold up all requests, and nothing here "
-            f"reads the model's tokenizer: {error} Give its folder with --tokenizer."
+            f"reads the model's tokenizer: {error} Give its folder with tokenizer='FOLDER'."
         ) from error
     made: Renderer = plugins.renderers.make(name, config)
     return made
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """Raises RequestError for what JSON has no form for."""
+    """JSON of a body. Raises RequestError if it cannot be written as JSON."""
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError as error:

@@ -79,7 +79,7 @@ class RenderServers:
         api_key: str | None = None,
         transport: httpx.MockTransport | None = None,
     ) -> None:
-        """Raises ConfigError for what is no address. Nothing is connected to yet."""
+        """Raises ConfigError for an invalid address. No connection is made yet."""
         self._urls = [_checked(url) for url in urls]
         if not self._urls:
             raise ConfigError("renderer_url names no render server.")
@@ -122,15 +122,14 @@ class RenderServers:
         most: int,
         too_large: str | None = None,
     ) -> Result:
-        """What `read` makes of an answer, of `most` bytes at most. `too_large`: the request's fault
-        where it has more; None: the server's.
+        """Result of `read` for an answer of at most `most` bytes. `too_large`: error to raise if
+        the answer is longer because of the request; None: it is the server's fault.
 
-        Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no
-        server gives what can be used.
-        """
+        Raises RequestError if the request is wrong, BadAnswerError and UnreachableError if no
+        server gives a usable answer."""
         attempts = _Attempts(self._order(), self._resting, too_large)
         for url in attempts:
-            with attempts.one():
+            with attempts.attempt():
                 return _read(self._post(url + path, body, most), read)
         raise attempts.summed_up()
 
@@ -143,17 +142,17 @@ class RenderServers:
         most: int,
         too_large: str | None = None,
     ) -> Result:
-        """As `ask`, awaited. `read` is called in a thread."""
-        async with self._connections.one() as client:
+        """Awaitable form of `ask`. `read` is called in a thread."""
+        async with self._connections.client() as client:
             attempts = _Attempts(self._order(), self._resting, too_large)
             for url in attempts:
-                with attempts.one():
+                with attempts.attempt():
                     found = await self._post_async(client, url + path, body, most)
                     return await asyncio.to_thread(_read, found, read)
         raise attempts.summed_up()
 
     def _order(self) -> list[str]:
-        """By turns, those that have failed of late at the end."""
+        """URLs of the servers in rotation; those that failed recently come last."""
         with self._lock:
             self._turn += 1
             start = self._turn % len(self._urls)
@@ -174,7 +173,7 @@ class RenderServers:
     async def _post_async(
         self, client: httpx.AsyncClient, url: str, body: bytes, most: int
     ) -> _Body:
-        """As `_post`."""
+        """Awaitable form of `_post`."""
         deadline = time.monotonic() + self._timeout
         with _failing(self._timeout):
             async with client.stream("POST", url, content=body) as response:
@@ -185,7 +184,7 @@ class RenderServers:
 
 
 class _Attempts:
-    """Whom a request goes to, one after the other: `for url in attempts: with attempts.one():
+    """Whom a request goes to, one after the other: `for url in attempts: with attempts.attempt():
     return ...`."""
 
     def __init__(self, urls: list[str], resting: dict[str, float], too_large: str | None) -> None:
@@ -212,7 +211,7 @@ class _Attempts:
                 break
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
         """Around one attempt: another follows where it fails."""
         try:
             yield
@@ -278,7 +277,7 @@ class _Reading:
 
 @contextmanager
 def _failing(timeout: float) -> Iterator[None]:
-    """What goes wrong with a connection is a _FailedError."""
+    """Turns an error of the connection into a _FailedError."""
     try:
         yield
     except httpx.TimeoutException:
@@ -294,8 +293,8 @@ def _failing(timeout: float) -> Iterator[None]:
 
 
 def _read(found: _Body, read: Callable[[Answer], Result]) -> Result:
-    """What `read` makes of an answer. Raises RequestError for one that blames the request,
-    _FailedError for one that is of no use."""
+    """Result of `read` for an answer. Raises RequestError for one that blames the request,
+    _FailedError for a useless one."""
     if found.status in _CLIENTS:
         raise _refusal(found)
     if found.status in _BUSY:
@@ -329,7 +328,7 @@ def _checked(url: str) -> str:
 
 
 def _refusal(found: _Body) -> RequestError:
-    """What a server says of a request, in its own words."""
+    """Error for a request, in the server's own words."""
     try:
         detail = Answer(found.data, found.content_type).error()
     except WrongAnswerError:

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from toolkit_lm.messages import MultiModalFeatureSpec
 
 MSGPACK = ("application/msgpack", "application/x-msgpack")
-"""What a client may accept beside application/json."""
+"""Media types of answers that a client may accept in addition to application/json."""
 RENDER_CHAT = "/v1/chat/completions/render"
 RENDER_PROMPTS = "/v1/completions/render"
 TOKENIZE = "/tokenize"
@@ -31,7 +31,7 @@ class RenderedPrompt(Struct, kw_only=True):
     `held` has the identifier."""
     model: str | None = None
     sampling_params: dict[str, Any] = field(default_factory=dict)
-    """Those of the request that differ from their defaults."""
+    """Parameters of the request that differ from their defaults."""
     max_model_len: int | None = None
 
 
@@ -42,13 +42,13 @@ class RenderedPrompts(Struct, kw_only=True):
 
 
 class TokenizedText(Struct, kw_only=True):
-    """What /tokenize gives."""
+    """Answer of /tokenize."""
 
     tokens: list[int]
 
 
 class Derendered(Struct, kw_only=True):
-    """What /derender gives: the text that tokens add to a prompt."""
+    """Answer of /derender: the text that tokens add to a prompt."""
 
     text: str
 
@@ -79,7 +79,7 @@ def schema() -> dict[str, Any]:
     )
     _, parts = msgspec.json.schema_components(ANSWERS, ref_template="#/$defs/{name}")
     for part in parts.values():
-        # Of docstrings, the lines are the source's.
+        # Line breaks in docstrings follow the source.
         if "description" in part:
             part["description"] = " ".join(part["description"].split())
     return {

@@ -64,8 +64,8 @@ class Dry(LogitsProcessor):
         # Float64 holds 1000 * 100 ** 50; a penalty that float32 does not is infinite, and rules the
         # token out.
         multiplier, base = (
-            np.array(one, np.float64)
-            for one in zip(*((user.multiplier, user.base) for user in users), strict=True)
+            np.array(factor, np.float64)
+            for factor in zip(*((user.multiplier, user.base) for user in users), strict=True)
         )
         penalties = multiplier[row] * base[row] ** excess
         total = torch.zeros(values.shape, dtype=torch.float64, device=values.device)

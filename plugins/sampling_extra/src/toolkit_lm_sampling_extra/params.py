@@ -1,5 +1,5 @@
-"""What requests may ask of the processors: the halves that run where a request arrives. No torch
-here."""
+"""Request parameters of the logits processors: the part that runs in the front end. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit_lm.renderer import Renderer
 _MOST_BREAKERS = 2**16
 """Tokens that end a repetition."""
 DRY_BREAKERS = ("\n", ":", '"', "*")
-"""What ends a repetition where dry_sequence_breakers is not given."""
+"""Default of dry_sequence_breakers: texts that end a repetition."""
 
 
 class DryParams(ProcessorParams):
@@ -68,11 +68,11 @@ class DryParams(ProcessorParams):
 
     def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
         # Ids of breakers that are texts may be others than the model has: they never come up.
-        for one in self.dry_sequence_breakers or ():
-            if isinstance(one, int) and one >= (vocab_size := _vocab_size(renderer)):
+        for breaker in self.dry_sequence_breakers or ():
+            if isinstance(breaker, int) and breaker >= (vocab_size := _vocab_size(renderer)):
                 name = "dry_sequence_breakers"
                 raise RequestError(
-                    f"token id {one} is not in the vocabulary, which has the ids from 0 to "
+                    f"token id {breaker} is not in the vocabulary, which has the ids from 0 to "
                     f"{vocab_size - 1}.",
                     name,
                 )
@@ -233,15 +233,15 @@ class _Texts:
 
 
 _known: WeakKeyDictionary[Renderer, _Texts] = WeakKeyDictionary()
-"""By renderer: it takes a while."""
+"""Token texts by renderer, kept because collecting them is slow."""
 
 
 def _breaking_tokens(breakers: Sequence[str | int], renderer: Renderer) -> list[int]:
     """The token ids; of texts all tokens that have one of them, such as ".\\n" of "\\n", and the
     last of the text's own."""
-    found = {one for one in breakers if isinstance(one, int)}
-    texts = [one for one in breakers if isinstance(one, str)]
-    found |= {_last_token(one, renderer) for one in texts}
+    found = {breaker for breaker in breakers if isinstance(breaker, int)}
+    texts = [breaker for breaker in breakers if isinstance(breaker, str)]
+    found |= {_last_token(text, renderer) for text in texts}
     if texts and renderer not in _known:
         _known[renderer] = _Texts(renderer)
     for text in texts:

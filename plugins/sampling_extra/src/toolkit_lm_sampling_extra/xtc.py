@@ -15,12 +15,12 @@ from toolkit_lm.sampling import LogitsProcessor, ProcessorRow, uniforms
 from torch import Tensor
 
 STREAM = 1
-"""Of the random numbers that decide whether it is applied."""
+"""Stream of the random numbers that decide whether XTC applies."""
 
 
 class Xtc(LogitsProcessor):
-    """Drops tokens of at least `threshold`, but for the least likely of them, from so many draws as
-    `probability` says."""
+    """Drops all tokens with at least `threshold` probability except the least likely of them.
+    Applies to a draw with the chance `probability`."""
 
     stage = "probs"
 

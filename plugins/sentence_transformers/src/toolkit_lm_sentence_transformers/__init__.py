@@ -1,5 +1,5 @@
-"""What sentence-transformers, PyLate and the library of ColBERT's authors write beside a
-checkpoint. This entry module only registers."""
+"""Reads the settings that sentence-transformers, PyLate and the ColBERT authors' library save with
+a checkpoint. This entry module only registers."""
 
 from toolkit_lm.plugin import PoolingProfileRegistry, hookimpl
 

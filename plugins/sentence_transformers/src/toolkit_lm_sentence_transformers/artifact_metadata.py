@@ -1,4 +1,5 @@
-"""What the library of ColBERT's authors says of a checkpoint: artifact.metadata."""
+"""Reads artifact.metadata, the settings that the ColBERT authors' library saves with a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ class ArtifactMetadata(Struct, frozen=True, kw_only=True):
 def read_artifact_metadata(folder: Path) -> ArtifactMetadata:
     """Defaults stand for what is missing, the file itself too. Raises CheckpointError."""
     path = folder / "artifact.metadata"
-    said = JsonObject.read(path) if path.is_file() else JsonObject(repr(str(path)), {})
+    fields = JsonObject.read(path) if path.is_file() else JsonObject(repr(str(path)), {})
     # Its other keys are about training and indexing.
-    choose(said.source, "similarity", said.take_or("similarity", str) or "cosine", ["cosine"])
-    choose(said.source, "interaction", said.take_or("interaction", str) or "colbert", ["colbert"])
+    choose(fields.source, "similarity", fields.get("similarity", str) or "cosine", ["cosine"])
+    choose(fields.source, "interaction", fields.get("interaction", str) or "colbert", ["colbert"])
     values = {
-        "dim": positive(said, "dim"),
-        "query_marker": said.take_or("query_token_id", str),
-        "document_marker": said.take_or("doc_token_id", str),
-        "query_length": positive(said, "query_maxlen"),
-        "document_length": positive(said, "doc_maxlen"),
-        "attend": said.take_or("attend_to_mask_tokens", bool),
-        "mask_punctuation": said.take_or("mask_punctuation", bool),
+        "dim": positive(fields, "dim"),
+        "query_marker": fields.get("query_token_id", str),
+        "document_marker": fields.get("doc_token_id", str),
+        "query_length": positive(fields, "query_maxlen"),
+        "document_length": positive(fields, "doc_maxlen"),
+        "attend": fields.get("attend_to_mask_tokens", bool),
+        "mask_punctuation": fields.get("mask_punctuation", bool),
     }
     said_of: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
     return ArtifactMetadata(**said_of)

@@ -1,5 +1,5 @@
-"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json,
-prompts."""
+"""Reads a checkpoint's settings for sentence-transformers: modules.json, each module's config.json,
+and prompts."""
 
 from __future__ import annotations
 
@@ -60,18 +60,19 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     """The model itself: its longest input, and how input is prepared."""
     pooling: Pooling | None = None
     heads: tuple[Head, ...] = ()
-    """What is applied to the pooled vector, in order."""
+    """Heads applied to the pooled vector, in order."""
     token_heads: tuple[Head, ...] = ()
-    """What is applied to each token's vector, in order; before pooling, where there is any."""
+    """Heads applied to each token's vector, in order, before any pooling."""
     token_mask: TokenMask | None = None
-    """Which tokens a late-interaction model leaves out; None where it is none."""
+    """Tokens that a late-interaction model leaves out; None for other models."""
     logit_score: LogitScore | None = None
     vector_size: int | None = None
     """Size of a token's vector, by artifact.metadata; None: that library did not save the model."""
     prompts: dict[str, str] = field(default_factory=dict)
     """Texts that are put before the input, by name ("query", "document", ...)."""
     markers: dict[str, str] = field(default_factory=dict)
-    """What some of them begin with, by name: one token, where the vocabulary has it."""
+    """Markers that some prompts begin with, by prompt name. A marker is one token if the vocabulary
+    has it."""
     default_prompt_name: str | None = None
     similarity: str | None = None
     """cosine, dot, euclidean, manhattan, maxsim or meanmaxsim; None: not said."""
@@ -112,20 +113,19 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
 def read_sentence_transformers(
     folder: Path, hf_config: dict[str, Any]
 ) -> SentenceTransformersConfig | None:
-    """What the files of sentence-transformers beside a checkpoint say; None where there are none.
+    """Settings in the sentence-transformers files of a checkpoint; None if there are none.
     `hf_config`: its config.json.
 
-    The forms of all its versions are read. Raises CheckpointError that names the file, and the
-    module, key or value in it that is not understood.
-    """
+    The formats of all versions are read. Raises CheckpointError that names the file, and the
+    module, key or value that is not understood."""
     listing = folder / "modules.json"
     general_path = folder / "config_sentence_transformers.json"
-    said = JsonObject(repr(str(folder / "config.json")), hf_config)
-    activation = _activation_of_model(said)
+    fields = JsonObject(repr(str(folder / "config.json")), hf_config)
+    activation = _activation_of_model(fields)
     # The class of the library of ColBERT's authors.
     metadata = (
         read_artifact_metadata(folder)
-        if "HF_ColBERT" in (said.take_or("architectures", list) or [])
+        if "HF_ColBERT" in (fields.get("architectures", list) or [])
         else None
     )
     known = (
@@ -171,59 +171,62 @@ class _General(Struct, kw_only=True):
     similarity: str | None = None
     truncate_dim: int | None = None
     lengths: dict[str, Any] = field(default_factory=dict)
-    """What PyLate's models say of their transformer here."""
+    """Settings of the transformer that PyLate's models keep in this file."""
     skiplist: TokenMask = PUNCTUATION
 
 
 def _read_general(path: Path) -> _General:
-    said = JsonObject.read(path)
-    said.ignore(("__version__", "requirements", "keep_in_fp32_modules"))
+    fields = JsonObject.read(path)
+    fields.ignore(("__version__", "requirements", "keep_in_fp32_modules"))
     general = _General(
-        model_type=said.take_or("model_type", str),
-        prompts=_prompts(said),
-        default_prompt_name=said.take_or("default_prompt_name", str),
-        truncate_dim=positive(said, "truncate_dim"),
+        model_type=fields.get("model_type", str),
+        prompts=_prompts(fields),
+        default_prompt_name=fields.get("default_prompt_name", str),
+        truncate_dim=positive(fields, "truncate_dim"),
     )
     if general.model_type is not None:
-        choose(said.source, "model_type", general.model_type, _MODEL_TYPES)
+        choose(fields.source, "model_type", general.model_type, _MODEL_TYPES)
     if general.default_prompt_name is not None:
-        choose(said.source, "default_prompt_name", general.default_prompt_name, general.prompts)
-    if (similarity := said.take_or("similarity_fn_name", str)) is not None:
+        choose(fields.source, "default_prompt_name", general.default_prompt_name, general.prompts)
+    if (similarity := fields.get("similarity_fn_name", str)) is not None:
         general.similarity = _SIMILARITIES[
-            choose(said.source, "similarity_fn_name", similarity, _SIMILARITIES)
+            choose(fields.source, "similarity_fn_name", similarity, _SIMILARITIES)
         ]
-    if (activation := said.take_or("activation_fn", str)) is not None:
-        general.activation = activation_class(said.source, "activation_fn", activation)
-    _read_pylate(said, general)
-    said.finish()
+    if (activation := fields.get("activation_fn", str)) is not None:
+        general.activation = activation_class(fields.source, "activation_fn", activation)
+    _read_pylate(fields, general)
+    fields.finish()
     return general
 
 
-def _prompts(said: JsonObject) -> dict[str, str]:
-    prompts = said.take_or("prompts", dict) or {}
+def _prompts(fields: JsonObject) -> dict[str, str]:
+    prompts = fields.get("prompts", dict) or {}
     for name, text in prompts.items():
         if not isinstance(text, str | None):
-            raise CheckpointError(f"{said.source}: the prompt {name!r} must be text, not {text!r}.")
+            raise CheckpointError(
+                f"{fields.source}: the prompt {name!r} must be text, not {text!r}."
+            )
     return {name: text for name, text in prompts.items() if text is not None}
 
 
-def _read_pylate(said: JsonObject, general: _General) -> None:
-    """PyLate's keys: its models put a marker before the prompt, and fill up queries unless told
-    otherwise."""
+def _read_pylate(fields: JsonObject, general: _General) -> None:
+    """Reads PyLate's keys. Its models put a marker before the prompt, and pad queries by
+    default."""
     if not any(
-        key in said for key in (*_PYLATE_KEYS, "query_length", "document_length", "query_expansion")
+        key in fields
+        for key in (*_PYLATE_KEYS, "query_length", "document_length", "query_expansion")
     ):
         return
     for name in ("query", "document"):
-        if prefix := said.take_or(f"{name}_prefix", str):
+        if prefix := fields.get(f"{name}_prefix", str):
             general.markers[name] = prefix
             general.prompts[name] = prefix + general.prompts.get(name, "").removeprefix(prefix)
-    length = positive(said, "query_length")
-    document_length = positive(said, "document_length")
-    expands = said.take_or("do_query_expansion", bool)
-    attends = said.take_or("attend_to_expansion_tokens", bool)
-    if "query_expansion" in said:
-        expansion = parse_expansion(said)
+    length = positive(fields, "query_length")
+    document_length = positive(fields, "document_length")
+    expands = fields.get("do_query_expansion", bool)
+    attends = fields.get("attend_to_expansion_tokens", bool)
+    if "query_expansion" in fields:
+        expansion = parse_expansion(fields)
     elif expands is not False:
         expansion = QueryExpansion(length=length or _PYLATE_QUERY, attend=bool(attends))
     else:
@@ -232,21 +235,24 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
     general.lengths = {key: value for key, value in lengths.items() if value is not None} | {
         "query_expansion": expansion
     }
-    if (words := said.take_or("skiplist_words", list)) is not None:
+    if (words := fields.get("skiplist_words", list)) is not None:
         general.skiplist = TokenMask(skiplist_words=words)
     # Its first versions did not name a type.
     general.model_type = general.model_type or "ColBERT"
 
 
-def _add_metadata(general: _General, said: ArtifactMetadata) -> None:
-    """What the library of ColBERT's authors does; what the files of sentence-transformers say
-    counts before it."""
-    general.markers = {"query": f"{said.query_marker} ", "document": f"{said.document_marker} "}
+def _add_metadata(general: _General, metadata: ArtifactMetadata) -> None:
+    """Adds the settings of the ColBERT authors' library. Those in sentence-transformers' files take
+    precedence."""
+    general.markers = {
+        "query": f"{metadata.query_marker} ",
+        "document": f"{metadata.document_marker} ",
+    }
     general.prompts = general.markers | general.prompts
-    general.skiplist = PUNCTUATION if said.mask_punctuation else TokenMask()
+    general.skiplist = PUNCTUATION if metadata.mask_punctuation else TokenMask()
     general.lengths = {
-        "document_length": said.document_length,
-        "query_expansion": QueryExpansion(length=said.query_length, attend=said.attend),
+        "document_length": metadata.document_length,
+        "query_expansion": QueryExpansion(length=metadata.query_length, attend=metadata.attend),
         **general.lengths,
     }
 
@@ -311,19 +317,19 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
 
 
 def _activation_of_model(hf_config: JsonObject) -> str | None:
-    """What a cross-encoder says in config.json: since version 4 in an object
+    """A cross-encoder's activation in config.json: since version 4 in an object
     `sentence_transformers`, before that in a key."""
-    if (values := hf_config.take_or("sentence_transformers", dict)) is not None:
-        said = JsonObject(f"{hf_config.source}, in sentence_transformers", values)
-        said.ignore(("version",))
-        activation = said.take_or("activation_fn", str)
-        said.finish()
+    if (values := hf_config.get("sentence_transformers", dict)) is not None:
+        fields = JsonObject(f"{hf_config.source}, in sentence_transformers", values)
+        fields.ignore(("version",))
+        activation = fields.get("activation_fn", str)
+        fields.finish()
         return (
-            activation_class(said.source, "activation_fn", activation)
+            activation_class(fields.source, "activation_fn", activation)
             if activation is not None
             else None
         )
-    old = hf_config.take_or("sbert_ce_default_activation_function", str)
+    old = hf_config.get("sbert_ce_default_activation_function", str)
     return (
         activation_class(hf_config.source, "sbert_ce_default_activation_function", old)
         if old is not None

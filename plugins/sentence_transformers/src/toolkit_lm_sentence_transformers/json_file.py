@@ -1,4 +1,4 @@
-"""Reads a JSON object key by key, and complains of what nobody took."""
+"""Reads a JSON object key by key, and refuses keys that were not read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NAMES = {bool: "true or false", int: "an integer", str: "text", dict: "an objec
 
 
 MOST_BYTES = 2**24
-"""Of a JSON file that is not the tokenizer itself."""
+"""Most bytes of a JSON file other than the tokenizer itself."""
 
 
 def read_json_file(path: Path, most: int | None = MOST_BYTES) -> Any:
-    """What a JSON file of `most` bytes at most holds. Raises CheckpointError."""
+    """The value in a JSON file of at most `most` bytes. Raises CheckpointError."""
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{str(path)!r} cannot be read: it is no regular file.")
+        raise CheckpointError(f"{str(path)!r} cannot be read: it is not a regular file.")
     if most is not None and path.exists() and path.stat().st_size > most:
         raise CheckpointError(f"{str(path)!r} is too large: it may have {most} bytes.")
     try:
@@ -49,26 +49,26 @@ class JsonObject:
     def __contains__(self, key: str) -> bool:
         return key in self._left
 
-    def take(self, key: str, kind: type[T]) -> T:
+    def require(self, key: str, kind: type[T]) -> T:
         """The value of a key that must be there. Raises CheckpointError unless it is of `kind`."""
         if key not in self._left:
             raise CheckpointError(f"{self.source} does not say {key!r}.")
-        value = self.take_or(key, kind)
+        value = self.get(key, kind)
         if value is None:
             raise CheckpointError(f"{self.source}: {key!r} must be {_NAMES[kind]}, not null.")
         return value
 
-    def take_or(self, key: str, kind: type[T]) -> T | None:
+    def get(self, key: str, kind: type[T]) -> T | None:
         """The value of a key that may be missing or null. Raises CheckpointError unless it is of
         `kind`."""
-        value = self.take_any(key)
+        value = self.pop(key)
         if value is not None and type(value) is not kind:
             raise CheckpointError(
                 f"{self.source}: {key!r} must be {_NAMES[kind]}, not {reprlib.repr(value)}."
             )
         return value
 
-    def take_any(self, key: str) -> Any:
+    def pop(self, key: str) -> Any:
         """The value of a key, of any type; None where it is missing."""
         self._known.add(key)
         return self._left.pop(key, None)

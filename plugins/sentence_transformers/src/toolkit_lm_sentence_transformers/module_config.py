@@ -54,7 +54,7 @@ _TASKS = {
     "sequence-classification": ("scores", "logits"),
     "text-generation": ("causal_logits", "logits"),
 }
-"""What a transformer of each task hands on, and what of the model's output that is."""
+"""Output's name in sentence-transformers, and the same output's name in transformers, by task."""
 _HARMLESS = (
     "torch_dtype",
     "dtype",
@@ -79,14 +79,14 @@ class QueryExpansion(Struct, frozen=True, kw_only=True):
     attend: bool = False
     """The model's attention sees the tokens that are filled in."""
     token: str | None = None
-    """What is filled in. None: the tokenizer's mask token."""
+    """Token that pads queries. None: the tokenizer's mask token."""
 
 
 class Transformer(Struct, frozen=True, kw_only=True):
     """The model itself, and how its input is prepared."""
 
     path: str = ""
-    """Its folder, relative to the checkpoint's."""
+    """Folder of the transformer, relative to the checkpoint's."""
     max_seq_length: int | None = None
     do_lower_case: bool = False
     query_length: int | None = None
@@ -96,14 +96,14 @@ class Transformer(Struct, frozen=True, kw_only=True):
 
 
 class TokenMask(Struct, frozen=True, kw_only=True):
-    """Which tokens' vectors a late-interaction model leaves out."""
+    """Tokens whose vectors a late-interaction model leaves out."""
 
     skiplist_words: list[str] = field(default_factory=list)
     """Words of the vocabulary."""
     skiplist_tasks: list[str] = field(default_factory=lambda: ["document"])
     """The roles ("query", "document") whose tokens in the list are left out."""
     keep_only_token_ids: list[int] | None = None
-    """Of a document, only these tokens are kept."""
+    """Token ids of a document that are kept; all others are dropped. None: no such limit."""
 
 
 class HeadModule(NamedTuple):
@@ -116,7 +116,7 @@ class HeadModule(NamedTuple):
 Module: TypeAlias = Transformer | Pooling | HeadModule | TokenMask | LogitScore
 
 PUNCTUATION = TokenMask(skiplist_words=list(string.punctuation))
-"""What PyLate's models leave out of documents."""
+"""Default of PyLate's models: punctuation is left out of documents."""
 
 
 def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | None:
@@ -125,12 +125,12 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
 
     `default_level` is that of a Dense module that does not say. Raises CheckpointError.
     """
-    said = JsonObject(f"{str(listing)!r}, in its list", entry)
-    said.ignore(("idx", "name"))
-    path = said.take("path", str)
-    kind = said.take("type", str)
-    said.take_or("kwargs", list)
-    said.finish()
+    fields = JsonObject(f"{str(listing)!r}, in its list", entry)
+    fields.ignore(("idx", "name"))
+    path = fields.require("path", str)
+    kind = fields.require("type", str)
+    fields.get("kwargs", list)
+    fields.finish()
     if path.startswith("/") or ".." in Path(path).parts:
         raise CheckpointError(
             f"{str(listing)!r} names the path {path!r}, which is outside its own folder."
@@ -182,47 +182,48 @@ def find_transformer_config(folder: Path) -> Path | None:
 
 
 def parse_transformer(root: Path, path: str = "") -> Transformer:
-    """What sentence_bert_config.json (or one of its old names) says. Raises CheckpointError."""
+    """Settings in sentence_bert_config.json (or a file with one of its old names). Raises
+    CheckpointError."""
     file = find_transformer_config(root / path)
     if file is None:
         return Transformer(path=path)
-    said = JsonObject.read(file)
-    said.ignore(("unpad_inputs",))
-    _check_output(said)
-    longest = _longest_of_arguments(said)
+    fields = JsonObject.read(file)
+    fields.ignore(("unpad_inputs",))
+    _check_output(fields)
+    longest = _longest_of_arguments(fields)
     transformer = Transformer(
         path=path,
-        max_seq_length=positive(said, "max_seq_length") or longest,
-        do_lower_case=said.take_or("do_lower_case", bool) or False,
-        query_length=positive(said, "query_length"),
-        document_length=positive(said, "document_length"),
-        query_expansion=parse_expansion(said),
-        processing_options=said.take_or("processing_kwargs", dict) or {},
+        max_seq_length=positive(fields, "max_seq_length") or longest,
+        do_lower_case=fields.get("do_lower_case", bool) or False,
+        query_length=positive(fields, "query_length"),
+        document_length=positive(fields, "document_length"),
+        query_expansion=parse_expansion(fields),
+        processing_options=fields.get("processing_kwargs", dict) or {},
     )
-    said.finish()
+    fields.finish()
     return transformer
 
 
-def _check_output(said: JsonObject) -> None:
+def _check_output(fields: JsonObject) -> None:
     """The transformer must hand on what this project's models give."""
-    task = said.take_or("transformer_task", str) or "feature-extraction"
-    output, part = _TASKS[choose(said.source, "transformer_task", task, _TASKS)]
+    task = fields.get("transformer_task", str) or "feature-extraction"
+    output, part = _TASKS[choose(fields.source, "transformer_task", task, _TASKS)]
     choose(
-        said.source,
+        fields.source,
         "module_output_name",
-        said.take_or("module_output_name", str) or output,
+        fields.get("module_output_name", str) or output,
         [output],
     )
-    modalities = said.take_or("modality_config", dict)
+    modalities = fields.get("modality_config", dict)
     if modalities is not None:
-        text = JsonObject(f"{said.source}, in modality_config", modalities.get("text"))
+        text = JsonObject(f"{fields.source}, in modality_config", modalities.get("text"))
         text.ignore(("format",))
-        choose(text.source, "method", text.take("method", str), ["forward"])
-        choose(text.source, "method_output_name", text.take("method_output_name", str), [part])
+        choose(text.source, "method", text.require("method", str), ["forward"])
+        choose(text.source, "method_output_name", text.require("method_output_name", str), [part])
         text.finish()
 
 
-def _longest_of_arguments(said: JsonObject) -> int | None:
+def _longest_of_arguments(fields: JsonObject) -> int | None:
     """`model_max_length` among the arguments of model, config and tokenizer. Raises CheckpointError
     for one that changes results."""
     longest = None
@@ -232,7 +233,7 @@ def _longest_of_arguments(said: JsonObject) -> int | None:
         ("processor_kwargs", "tokenizer_args"),
     ):
         for key in (new, old):
-            arguments = JsonObject(f"{said.source}, in {key}", said.take_or(key, dict) or {})
+            arguments = JsonObject(f"{fields.source}, in {key}", fields.get(key, dict) or {})
             arguments.ignore(_HARMLESS)
             if new == "processor_kwargs":
                 longest = positive(arguments, "model_max_length") or longest
@@ -241,18 +242,18 @@ def _longest_of_arguments(said: JsonObject) -> int | None:
     return longest
 
 
-def parse_expansion(said: JsonObject) -> QueryExpansion | None:
+def parse_expansion(fields: JsonObject) -> QueryExpansion | None:
     """The key `query_expansion`. Raises CheckpointError."""
-    values = said.take_or("query_expansion", dict)
+    values = fields.get("query_expansion", dict)
     if values is None:
         return None
-    inner = JsonObject(f"{said.source}, in query_expansion", values)
-    strategy = choose(inner.source, "strategy", inner.take("strategy", str), ["fixed", "min"])
+    inner = JsonObject(f"{fields.source}, in query_expansion", values)
+    strategy = choose(inner.source, "strategy", inner.require("strategy", str), ["fixed", "min"])
     length = positive(inner, "length")
     if length is None:
         raise CheckpointError(f"{inner.source} does not say 'length'.")
-    attend = inner.take_or("attend", bool) or False
-    token = inner.take_or("token", str)
+    attend = inner.get("attend", bool) or False
+    token = inner.get("token", str)
     inner.finish()
     return QueryExpansion(
         length=length,
@@ -263,24 +264,25 @@ def parse_expansion(said: JsonObject) -> QueryExpansion | None:
 
 
 def _parse_pooling(folder: Path, _: Level) -> Pooling:
-    said = JsonObject.read(folder / "config.json")
+    fields = JsonObject.read(folder / "config.json")
     size = positive(
-        said, "embedding_dimension" if "embedding_dimension" in said else "word_embedding_dimension"
+        fields,
+        "embedding_dimension" if "embedding_dimension" in fields else "word_embedding_dimension",
     )
     if size is None:
         raise CheckpointError(
-            f"{said.source} says neither 'embedding_dimension' nor 'word_embedding_dimension'."
+            f"{fields.source} says neither 'embedding_dimension' nor 'word_embedding_dimension'."
         )
-    old = [mode for key, mode in OLD_MODES.items() if said.take_or(key, bool)]
-    modes = _modes(said) if "pooling_mode" in said else old
-    said.ignore(("pooling_mode",))
+    old = [mode for key, mode in OLD_MODES.items() if fields.get(key, bool)]
+    modes = _modes(fields) if "pooling_mode" in fields else old
+    fields.ignore(("pooling_mode",))
     if not modes:
         raise CheckpointError(
-            f"{said.source} turns no pooling mode on. Known: pooling_mode {', '.join(MODES)}; "
+            f"{fields.source} turns no pooling mode on. Known: pooling_mode {', '.join(MODES)}; "
             f"{', '.join(OLD_MODES)}."
         )
-    include_prompt = said.take_or("include_prompt", bool)
-    said.finish()
+    include_prompt = fields.get("include_prompt", bool)
+    fields.finish()
     return Pooling(
         size=size,
         methods=tuple(MODES[mode] for mode in modes),
@@ -288,50 +290,50 @@ def _parse_pooling(folder: Path, _: Level) -> Pooling:
     )
 
 
-def _modes(said: JsonObject) -> list[str]:
+def _modes(fields: JsonObject) -> list[str]:
     """The key `pooling_mode`: one name, or several whose vectors are concatenated."""
-    value = said.take_any("pooling_mode")
+    value = fields.pop("pooling_mode")
     modes = value if isinstance(value, list) else [value]
-    return [choose(said.source, "pooling_mode", mode, MODES) for mode in modes]
+    return [choose(fields.source, "pooling_mode", mode, MODES) for mode in modes]
 
 
 def _parse_dense(folder: Path, default_level: Level) -> HeadModule:
-    said = JsonObject.read(folder / "config.json")
-    level = _level(said, default_level)
-    sizes = positive(said, "in_features"), positive(said, "out_features")
+    fields = JsonObject.read(folder / "config.json")
+    level = _level(fields, default_level)
+    sizes = positive(fields, "in_features"), positive(fields, "out_features")
     if None in sizes:
-        raise CheckpointError(f"{said.source} does not say 'in_features' and 'out_features'.")
+        raise CheckpointError(f"{fields.source} does not say 'in_features' and 'out_features'.")
     dense = Dense(
         folder=str(folder),
         in_features=sizes[0] or 0,
         out_features=sizes[1] or 0,
-        bias=said.take("bias", bool),
+        bias=fields.require("bias", bool),
         activation=activation_class(
-            said.source, "activation_function", said.take("activation_function", str)
+            fields.source, "activation_function", fields.require("activation_function", str)
         ),
-        residual=said.take_or("use_residual", bool) or False,
+        residual=fields.get("use_residual", bool) or False,
     )
-    said.finish()
+    fields.finish()
     return HeadModule(level, dense)
 
 
-def _level(said: JsonObject, default: Level) -> Level:
-    """Which vectors a module takes and gives: both the same."""
-    taken = said.take_or("module_input_name", str)
-    given = said.take_or("module_output_name", str) or taken
+def _level(fields: JsonObject, default: Level) -> Level:
+    """Kind of vectors that a module takes; it gives the same kind."""
+    taken = fields.get("module_input_name", str)
+    output_name = fields.get("module_output_name", str) or taken
     if taken is None:
         return default
-    level = _LEVELS[choose(said.source, "module_input_name", taken, _LEVELS)]
-    choose(said.source, "module_output_name", given or taken, [taken])
+    level = _LEVELS[choose(fields.source, "module_input_name", taken, _LEVELS)]
+    choose(fields.source, "module_output_name", output_name or taken, [taken])
     return level
 
 
 def _parse_layer_norm(folder: Path, _: Level) -> HeadModule:
-    said = JsonObject.read(folder / "config.json")
-    size = positive(said, "dimension")
+    fields = JsonObject.read(folder / "config.json")
+    size = positive(fields, "dimension")
     if size is None:
-        raise CheckpointError(f"{said.source} does not say 'dimension'.")
-    said.finish()
+        raise CheckpointError(f"{fields.source} does not say 'dimension'.")
+    fields.finish()
     return HeadModule("sentence", LayerNorm(folder=str(folder), size=size))
 
 
@@ -339,38 +341,38 @@ def _parse_normalize(folder: Path, _: Level) -> HeadModule:
     # Old versions saved no config.json, or an empty one: the module had nothing to say.
     if not (folder / "config.json").is_file():
         return HeadModule("sentence", Normalize())
-    said = JsonObject.read(folder / "config.json")
-    level = _level(said, "sentence")
-    said.finish()
+    fields = JsonObject.read(folder / "config.json")
+    level = _level(fields, "sentence")
+    fields.finish()
     return HeadModule(level, Normalize())
 
 
 def _parse_token_mask(folder: Path, _: Level) -> TokenMask:
-    said = JsonObject.read(folder / "config.json")
-    words = said.take_or("skiplist_words", list)
-    tasks = said.take_or("skiplist_tasks", list)
+    fields = JsonObject.read(folder / "config.json")
+    words = fields.get("skiplist_words", list)
+    tasks = fields.get("skiplist_tasks", list)
     mask = TokenMask(
         skiplist_words=words or [],
         skiplist_tasks=["document"] if tasks is None else tasks,
-        keep_only_token_ids=said.take_or("keep_only_token_ids", list),
+        keep_only_token_ids=fields.get("keep_only_token_ids", list),
     )
-    said.finish()
+    fields.finish()
     return mask
 
 
 def _parse_logit_score(folder: Path, _: Level) -> LogitScore:
-    said = JsonObject.read(folder / "config.json")
+    fields = JsonObject.read(folder / "config.json")
     choose(
-        said.source,
+        fields.source,
         "module_input_name",
-        said.take_or("module_input_name", str) or "causal_logits",
+        fields.get("module_input_name", str) or "causal_logits",
         ["causal_logits"],
     )
     score = LogitScore(
-        true_token_id=said.take("true_token_id", int),
-        false_token_id=said.take_or("false_token_id", int),
+        true_token_id=fields.require("true_token_id", int),
+        false_token_id=fields.get("false_token_id", int),
     )
-    said.finish()
+    fields.finish()
     return score
 
 
@@ -401,9 +403,9 @@ def activation_class(source: str, key: str, path: str) -> str:
     return match[1]
 
 
-def positive(said: JsonObject, key: str) -> int | None:
+def positive(fields: JsonObject, key: str) -> int | None:
     """The value of a key that is a count, or missing. Raises CheckpointError."""
-    value = said.take_or(key, int)
+    value = fields.get(key, int)
     if value is not None and value < 1:
-        raise CheckpointError(f"{said.source}: {key!r} must be at least 1, not {value}.")
+        raise CheckpointError(f"{fields.source}: {key!r} must be at least 1, not {value}.")
     return value

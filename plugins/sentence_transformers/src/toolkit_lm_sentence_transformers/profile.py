@@ -1,4 +1,5 @@
-"""What the files of sentence-transformers and of ColBERT's authors say, as a pooling profile."""
+"""Makes a pooling profile of the files of sentence-transformers and of the ColBERT authors'
+library."""
 
 from __future__ import annotations
 
@@ -17,17 +18,16 @@ from toolkit_lm_sentence_transformers.json_file import JsonObject
 from toolkit_lm_sentence_transformers.late_interaction import read_roles
 
 _UNBOUNDED = 2**63
-"""transformers writes 1e30, as an integer, where there is no longest input."""
+"""Lengths from here on mean no limit: transformers then writes the integer 1e30."""
 
 
 def read_pooling_profile(
     folder: Path, hf_config: dict[str, Any], tokenizer: Path
 ) -> PoolingProfile | None:
-    """Of a checkpoint folder, its config.json and the folder of its tokenizer; None where there are
-    no such files.
+    """Pooling profile of a checkpoint folder, its config.json and its tokenizer's folder; None
+    without such files.
 
-    Raises CheckpointError that names the file, and what in it is not understood.
-    """
+    Raises CheckpointError that names the file, and the part of it that is not understood."""
     found = read_sentence_transformers(folder, hf_config)
     if found is None:
         return None
@@ -60,8 +60,8 @@ def read_pooling_profile(
 
 
 def _refusal(found: SentenceTransformersConfig) -> str | None:
-    """What is wrong with arguments of the tokenizer that would change what the model reads. Those
-    of chat templates do not."""
+    """Error for tokenizer arguments that would change the model's input; None if there are none.
+    Arguments of chat templates are allowed."""
     unknown = [key for key in found.transformer.processing_options if key != "chat_template"]
     if not unknown:
         return None
@@ -74,5 +74,5 @@ def _refusal(found: SentenceTransformersConfig) -> str | None:
 def _max_tokens_of_tokenizer(folder: Path) -> int | None:
     """sentence-transformers asks the tokenizer where its own files do not say."""
     file = folder / "tokenizer_config.json"
-    length = JsonObject.read(file).take_any("model_max_length") if file.is_file() else None
+    length = JsonObject.read(file).pop("model_max_length") if file.is_file() else None
     return length if type(length) is int and length > 0 else None

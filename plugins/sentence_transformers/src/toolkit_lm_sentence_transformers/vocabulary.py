@@ -1,4 +1,4 @@
-"""Which token has which id, by a tokenizer's files."""
+"""Looks up token ids in a tokenizer's files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _USUAL_MASKS = ("[MASK]", "<mask>")
 
 
 class Vocabulary:
-    """The tokens of tokenizer.json, with the names that the files beside it have for special ones.
-    Raises CheckpointError."""
+    """Tokens of tokenizer.json, and the names of special tokens from the files next to it. Raises
+    CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
@@ -43,12 +43,12 @@ class Vocabulary:
                 self._named |= values if isinstance(values, dict) else {}
 
     def id_of(self, token: str) -> int | None:
-        """None where the vocabulary does not have this very token."""
+        """Id of a token; None if the vocabulary does not have exactly this token."""
         return self._ids.get(token)
 
     @property
     def mask_id(self) -> int | None:
-        """Of the mask token; in a vocabulary without one, of the token that ends a text."""
+        """Id of the mask token; without one, of the end-of-sequence token. None without both."""
         for token in (self._special("mask_token"), *_USUAL_MASKS, self._special("eos_token")):
             if token is not None and token in self._ids:
                 return self._ids[token]

@@ -14,8 +14,8 @@ class Options(Struct, frozen=True):
     """`--plugin-option structured_output.NAME=...`"""
 
     backend: str = "auto"
-    """What compiles grammars: llguidance, xgrammar, or a plugin's. auto: llguidance, or else the
-    first that is installed."""
+    """Grammar compiler: llguidance, xgrammar, or another plugin's. auto: llguidance if it is
+    installed, else the first that is."""
 
 
 @hookimpl

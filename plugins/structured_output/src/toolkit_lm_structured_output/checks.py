@@ -16,7 +16,7 @@ MAX_SCHEMA = 256 * 1024
 MAX_TEXT = 32 * 1024
 """Characters of a regular expression or a grammar."""
 MAX_DEPTH = 64
-"""Of a schema: objects and lists in each other."""
+"""Deepest nesting of objects and lists in a schema."""
 MAX_CHOICES = 5_000
 MAX_TAGS = 64
 
@@ -28,10 +28,10 @@ def schema_of(wish: Wish) -> dict[str, Any] | None:
     return checked_schema(wish.value, wish) if wish.kind == "json" else None
 
 
-def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
+def checked_schema(value: Any, wish: Wish) -> dict[str, Any]:
     """A schema within its limits, as a mapping. Raises RequestError, also for one of which no
     document can be finished."""
-    schema = read_json(given, wish.param, "the schema")
+    schema = read_json(value, wish.param, "the schema")
     if not isinstance(schema, dict | bool):
         raise RequestError(
             f"{wish.param}: a JSON Schema is a mapping, not a {type(schema).__name__}.", wish.param
@@ -58,7 +58,7 @@ def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
         )
     if isinstance(schema, bool):
         return {}
-    # What llguidance would read there is the request's business only where this plugin asks for it.
+    # x-guidance is an option of llguidance: a request may not set it, only this plugin.
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
     return schema if wish.additional_properties else _closed(schema)
 
@@ -67,20 +67,22 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int, str]]:
     """Everything in a schema, with its depth and JSON pointer."""
     left = [(schema, 0, "#")]
     while left:
-        one, depth, where = left.pop()
-        yield one, depth, where
+        subschema, depth, where = left.pop()
+        yield subschema, depth, where
         if depth > MAX_DEPTH:
             continue
-        if isinstance(one, dict):
-            left += [(value, depth + 1, f"{where}/{name}") for name, value in one.items()]
-        elif isinstance(one, list):
-            left += [(value, depth + 1, f"{where}/{index}") for index, value in enumerate(one)]
+        if isinstance(subschema, dict):
+            left += [(value, depth + 1, f"{where}/{name}") for name, value in subschema.items()]
+        elif isinstance(subschema, list):
+            left += [
+                (value, depth + 1, f"{where}/{index}") for index, value in enumerate(subschema)
+            ]
 
 
 def _closed(schema: Any) -> Any:
     """The schema whose objects have no properties but those that it names."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {
@@ -94,16 +96,18 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def text_of(wish: Wish, what: str) -> str:
-    """The text that a wish has, within its limits. Raises RequestError, which calls it `what`."""
+def text_of(wish: Wish, subject: str) -> str:
+    """The text that a wish has, within its limits. Raises RequestError, which calls it
+    `subject`."""
     text = wish.value
     if not isinstance(text, str) or not text:
         raise RequestError(
-            f"{wish.param}: a {what} must be a text, and not an empty one.", wish.param
+            f"{wish.param}: a {subject} must be a text, and not an empty one.", wish.param
         )
     if len(text) > MAX_TEXT:
         raise RequestError(
-            f"{wish.param}: the {what} has {len(text)} characters; at most {MAX_TEXT} are allowed.",
+            f"{wish.param}: the {subject} has {len(text)} characters; at most {MAX_TEXT} are "
+            "allowed.",
             wish.param,
         )
     return text
@@ -115,7 +119,7 @@ def choices_of(wish: Wish) -> list[str]:
     if (
         not isinstance(choices, list)
         or not choices
-        or not all(isinstance(one, str) for one in choices)
+        or not all(isinstance(text, str) for text in choices)
     ):
         raise RequestError(
             f"{wish.param}: choice must be a list of texts, at least one.", wish.param

@@ -27,10 +27,10 @@ DEAD_END = "it leads to where nothing may follow, and the end neither"
 
 
 class Source(Struct, frozen=True):
-    """Where a vocabulary comes from."""
+    """The files and ids that define a vocabulary."""
 
     path: str
-    """Of a tokenizer.json."""
+    """Path of a tokenizer.json."""
     eos_token_ids: tuple[int, ...]
     size: int = 0
     """Tokens of the model; 0: those of the tokenizer."""
@@ -54,12 +54,12 @@ class Source(Struct, frozen=True):
 
 
 class Reading(NamedTuple):
-    """What a wish becomes."""
+    """A wish translated for the backend."""
 
     grammar: str
-    """What the backend's compiler takes."""
+    """Grammar in the form that the backend's compiler takes."""
     details: Any = None
-    """JSON that its trial may look at beside it."""
+    """Extra JSON for the grammar's trial."""
 
 
 class WishReader(ABC):
@@ -75,12 +75,12 @@ class WishReader(ABC):
 
     @abstractmethod
     def read(self, wish: Wish) -> Reading:
-        """Raises RequestError, naming `wish.param`, for what is no such thing, or larger than it
-        may be."""
+        """The grammar of a wish. Raises RequestError, naming `wish.param`, if the wish is malformed
+        or too large."""
 
 
 class Matcher(ABC):
-    """Where one output stands in a grammar."""
+    """Position of one output in a grammar."""
 
     @abstractmethod
     def copy(self) -> Matcher:
@@ -141,7 +141,7 @@ class GrammarCompiler(ABC):
         return self.tried(grammar)
 
     def tried(self, grammar: str) -> str:
-        """As `error_of`, of the grammar alone."""
+        """Implements `error_of` for a grammar without details."""
         import numpy as np
 
         generator = Random(0)  # nosec B311 # no secret
@@ -182,7 +182,7 @@ class GrammarCompiler(ABC):
 
 
 def load_compiler(target: str, source: Source) -> GrammarCompiler:
-    """Of "module:Class", as `WishReader.compiler` has it."""
+    """Makes the compiler that a "module:Class" path names (see `WishReader.compiler`)."""
     module, _, name = target.partition(":")
     made = getattr(importlib.import_module(module), name)(source)
     assert isinstance(made, GrammarCompiler), f"{target} is no GrammarCompiler"

@@ -32,7 +32,7 @@ class DeadEnd(NamedTuple):
     reason: str
 
 
-class _Part(NamedTuple):
+class _Subschema(NamedTuple):
     schema: Any
     where: str
 
@@ -42,12 +42,11 @@ class _TooLargeError(Exception):
 
 
 def dead_end(schema: Any) -> DeadEnd | None:
-    """What keeps all documents of a schema from being finished; None: nothing that is known here.
+    """Reason why no document of a schema can ever be finished; None if no such reason is known
+    here.
 
-    Looked at are bounds, types, values that are listed, required properties and items, `allOf`,
-    alternatives and references. What `not`, `if` and the patterns of names rule out is left to the
-    compiler of grammars.
-    """
+    Checked are bounds, types, listed values, required properties and items, `allOf`, alternatives
+    and references. Effects of `not`, `if` and name patterns are left to the grammar's compiler."""
     try:
         return _Search(schema).run()
     except (_TooLargeError, RecursionError):
@@ -63,17 +62,17 @@ class _Search:
         self._finite: set[tuple[int, ...]] = set()
         """Parts that are known to have a document, by the ids of the schemas that hold together."""
         self._tried: dict[tuple[int, ...], DeadEnd | None] = {}
-        self._targets: dict[str, _Part | None] = {}
-        """By reference."""
+        self._targets: dict[str, _Subschema | None] = {}
+        """Parts that references lead to, by reference."""
         self._listed: dict[int, dict[Any, Any]] = {}
-        """By the id of a list of values, its values by what makes them equal."""
+        """Values of a list by equality key, by the list's id."""
         self._num_left = _MOST_PARTS
 
     def run(self) -> DeadEnd | None:
         while True:
             before = len(self._finite)
             self._tried.clear()
-            found = self._all([_Part(self._root, "#")])
+            found = self._all([_Subschema(self._root, "#")])
             if found is None or len(self._finite) == before:
                 return found
 
@@ -83,8 +82,9 @@ class _Search:
         if self._num_left < 0:
             raise _TooLargeError
 
-    def _all(self, parts: Sequence[_Part]) -> DeadEnd | None:
-        """Of a document that follows several schemas at once."""
+    def _all(self, parts: Sequence[_Subschema]) -> DeadEnd | None:
+        """The dead end of a document that must follow several schemas at once; None if it can be
+        finished."""
         self._charge(1)
         flat = list(self._flat(parts))
         key = tuple(id(part.schema) for part in flat)
@@ -99,7 +99,7 @@ class _Search:
                 self._finite.add(key)
         return self._tried[key]
 
-    def _flat(self, parts: Sequence[_Part]) -> Iterator[_Part]:
+    def _flat(self, parts: Sequence[_Subschema]) -> Iterator[_Subschema]:
         """Each schema once, through references and `allOf`. A reference that leads nowhere is the
         compiler's business."""
         left = list(reversed(parts))
@@ -115,28 +115,28 @@ class _Search:
             yield part
             if isinstance(part.schema, Mapping):
                 left += [
-                    _Part(one, f"{part.where}/allOf/{place}")
-                    for place, one in enumerate(_listed(part.schema.get("allOf")))
+                    _Subschema(subschema, f"{part.where}/allOf/{place}")
+                    for place, subschema in enumerate(_listed(part.schema.get("allOf")))
                 ]
                 target = self._target(part.schema.get("$ref"))
                 left += [target] if target is not None else []
 
-    def _target(self, reference: Any) -> _Part | None:
+    def _target(self, reference: Any) -> _Subschema | None:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None
         if reference not in self._targets:
             self._targets[reference] = self._followed(reference)
         return self._targets[reference]
 
-    def _followed(self, reference: str) -> _Part | None:
+    def _followed(self, reference: str) -> _Subschema | None:
         found: Any = self._root
         for step in reference.split("/")[1:]:
             if not isinstance(found, Mapping):
                 return None
             found = found.get(step.replace("~1", "/").replace("~0", "~"))
-        return None if found is None else _Part(found, reference)
+        return None if found is None else _Subschema(found, reference)
 
-    def _looked_at(self, flat: Sequence[_Part]) -> DeadEnd | None:
+    def _looked_at(self, flat: Sequence[_Subschema]) -> DeadEnd | None:
         for schema, where in flat:
             if schema is False:
                 return DeadEnd(where, "false allows nothing")
@@ -160,8 +160,8 @@ class _Search:
                 return None
         return found
 
-    def _values(self, flat: Sequence[_Part]) -> list[Any] | None:
-        """The values that all lists have, each once; None: there is no list."""
+    def _values(self, flat: Sequence[_Subschema]) -> list[Any] | None:
+        """Values that all lists have in common, each once; None if there are no lists."""
         lists = [
             {_key(schema["const"]): schema["const"]} for schema, _ in flat if "const" in schema
         ]
@@ -177,7 +177,7 @@ class _Search:
         return [value for key, value in lists[0].items() if all(key in others for others in lists)]
 
     def _none_admitted(
-        self, listed: Sequence[Any], flat: Sequence[_Part], where: str
+        self, listed: Sequence[Any], flat: Sequence[_Subschema], where: str
     ) -> DeadEnd | None:
         """Why none of some values is allowed, as far as it is plain. They have ends: what rules all
         of them out is the reason."""
@@ -191,7 +191,7 @@ class _Search:
             reason = reason or found
         return DeadEnd(where, reason or "")
 
-    def _none_of(self, part: _Part, name: str) -> DeadEnd | None:
+    def _none_of(self, part: _Subschema, name: str) -> DeadEnd | None:
         """Why no alternative can be finished."""
         options = part.schema.get(name)
         if not isinstance(options, list):
@@ -200,12 +200,12 @@ class _Search:
             return DeadEnd(part.where, f"{name} has no alternatives")
         found = None
         for place, option in enumerate(options):
-            found = self._all([_Part(option, f"{part.where}/{name}/{place}")])
+            found = self._all([_Subschema(option, f"{part.where}/{name}/{place}")])
             if found is None:
                 return None
         return found
 
-    def _of_type(self, kind: str, flat: Sequence[_Part], where: str) -> DeadEnd | None:
+    def _of_type(self, kind: str, flat: Sequence[_Subschema], where: str) -> DeadEnd | None:
         match kind:
             case "string":
                 return _crossed(flat, "minLength", "maxLength")
@@ -220,7 +220,7 @@ class _Search:
                 )
         return None
 
-    def _items(self, flat: Sequence[_Part]) -> DeadEnd | None:
+    def _items(self, flat: Sequence[_Subschema]) -> DeadEnd | None:
         least = _limit(flat, "minItems", max)
         prefixes = [(part, _listed(part.schema.get("prefixItems"))) for part in flat]
         longest = max((len(prefix) for _, prefix in prefixes), default=0)
@@ -230,14 +230,14 @@ class _Search:
             parts = []
             for part, prefix in prefixes:
                 if place < len(prefix):
-                    parts.append(_Part(prefix[place], f"{part.where}/prefixItems/{place}"))
+                    parts.append(_Subschema(prefix[place], f"{part.where}/prefixItems/{place}"))
                 elif isinstance(part.schema.get("items"), Mapping | bool):
-                    parts.append(_Part(part.schema["items"], f"{part.where}/items"))
+                    parts.append(_Subschema(part.schema["items"], f"{part.where}/items"))
             if parts and (found := self._all(parts)) is not None:
                 return found
         return None
 
-    def _properties(self, flat: Sequence[_Part], where: str) -> DeadEnd | None:
+    def _properties(self, flat: Sequence[_Subschema], where: str) -> DeadEnd | None:
         required = {
             name: None
             for part in flat
@@ -255,7 +255,9 @@ class _Search:
             for schema, place in flat:
                 properties = _mapping(schema.get("properties"))
                 if name in properties:
-                    parts.append(_Part(properties[name], f"{place}/properties/{_escaped(name)}"))
+                    parts.append(
+                        _Subschema(properties[name], f"{place}/properties/{_escaped(name)}")
+                    )
                 elif (
                     not _mapping(schema.get("patternProperties"))
                     and "additionalProperties" in schema
@@ -265,7 +267,7 @@ class _Search:
                             place, f"the property {name[:100]!r} is required, and not allowed"
                         )
                     parts.append(
-                        _Part(schema["additionalProperties"], f"{place}/additionalProperties")
+                        _Subschema(schema["additionalProperties"], f"{place}/additionalProperties")
                     )
             if parts and (found := self._all(parts)) is not None:
                 return found
@@ -281,16 +283,18 @@ class _Search:
         return None
 
 
-def _types(flat: Sequence[_Part]) -> list[str]:
-    """Those that all allow."""
+def _types(flat: Sequence[_Subschema]) -> list[str]:
+    """Types that all the schemas allow."""
     kinds = set(_TYPES)
     for schema, _ in flat:
-        told = schema.get("type")
-        if isinstance(told, str) and told not in _TYPES:
+        types = schema.get("type")
+        if isinstance(types, str) and types not in _TYPES:
             continue
-        if isinstance(told, str | list):
+        if isinstance(types, str | list):
             allowed = (
-                {told} if isinstance(told, str) else {one for one in told if isinstance(one, str)}
+                {types}
+                if isinstance(types, str)
+                else {type_ for type_ in types if isinstance(type_, str)}
             )
             kinds &= allowed | ({"integer"} if "number" in allowed else set())
             kinds |= {"null"} if schema.get("nullable") is True else set()
@@ -298,9 +302,9 @@ def _types(flat: Sequence[_Part]) -> list[str]:
 
 
 class _Limits:
-    """What schemas that hold together allow of a value that they list."""
+    """Combined limits of several schemas on a value that they list."""
 
-    def __init__(self, flat: Sequence[_Part]) -> None:
+    def __init__(self, flat: Sequence[_Subschema]) -> None:
         self._kinds = frozenset(_types(flat))
         self._low, self._high, _, _ = _bounds(flat)
         self._lengths = {
@@ -311,14 +315,14 @@ class _Limits:
     def excluded(self, value: Any) -> str | None:
         """Why a value is not allowed, as far as it is plain."""
         if self._kinds.isdisjoint(types_of(value)):
-            return f"no listed value is of an allowed type: {_told(value)} is not"
+            return f"no listed value is of an allowed type: {_shown(value)} is not"
         if isinstance(value, bool):
             return None
         if isinstance(value, int | float) and _is_outside(value, self._low, self._high):
-            return f"no listed value is within the bounds: {_told(value)} is not"
+            return f"no listed value is within the bounds: {_shown(value)} is not"
         for kind, (least, most) in self._lengths.items():
             if isinstance(value, kind) and _is_outside(len(value), least, most):
-                return f"no listed value is as long as it may be: {_told(value)} is not"
+                return f"no listed value is as long as it may be: {_shown(value)} is not"
         return None
 
 
@@ -326,7 +330,7 @@ def _is_outside(value: Any, least: Any, most: Any) -> bool:
     return (least is not None and value < least) or (most is not None and value > most)
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return reprlib.repr(value)[:50]
 
 
@@ -338,7 +342,7 @@ def _key(value: Any) -> Any:
         case list():
             return ("array", *map(_key, value))
         case dict():
-            return ("object", frozenset((name, _key(one)) for name, one in value.items()))
+            return ("object", frozenset((name, _key(item)) for name, item in value.items()))
         case _:
             return value
 
@@ -362,13 +366,13 @@ def types_of(value: Any) -> tuple[str, ...]:
             return ("object",)
 
 
-def _limit(flat: Sequence[_Part], name: str, choose: Callable[[Sequence[Any]], Any]) -> Any:
+def _limit(flat: Sequence[_Subschema], name: str, choose: Callable[[Sequence[Any]], Any]) -> Any:
     """The strictest of a limit; None: there is none."""
     found = [schema[name] for schema, _ in flat if _is_number(schema.get(name))]
     return choose(found) if found else None
 
 
-def _crossed(flat: Sequence[_Part], least_name: str, most_name: str) -> DeadEnd | None:
+def _crossed(flat: Sequence[_Subschema], least_name: str, most_name: str) -> DeadEnd | None:
     least = _limit(flat, least_name, max)
     most = _limit(flat, most_name, min)
     if least is None or most is None or least <= most:
@@ -377,7 +381,7 @@ def _crossed(flat: Sequence[_Part], least_name: str, most_name: str) -> DeadEnd 
     return DeadEnd(where, f"{least_name} {least} is more than {most_name} {most}")
 
 
-def _bounds(flat: Sequence[_Part]) -> tuple[Any, Any, bool, bool]:
+def _bounds(flat: Sequence[_Subschema]) -> tuple[Any, Any, bool, bool]:
     """The strictest bounds of a number, and whether they are themselves ruled out."""
     lows: list[tuple[Any, bool]] = []
     highs: list[tuple[Any, bool]] = []
@@ -391,11 +395,13 @@ def _bounds(flat: Sequence[_Part]) -> tuple[Any, Any, bool, bool]:
             if _is_number(schema.get(exclusive)):
                 bounds.append((schema[exclusive], True))
     low, is_low_out = max(lows, default=(None, False))
-    high, is_high_out = min(highs, key=lambda one: (one[0], not one[1]), default=(None, False))
+    high, is_high_out = min(
+        highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False)
+    )
     return low, high, is_low_out, is_high_out
 
 
-def _no_number(flat: Sequence[_Part], *, whole: bool) -> str | None:
+def _no_number(flat: Sequence[_Subschema], *, whole: bool) -> str | None:
     """Why no number is within the bounds."""
     low, high, is_low_out, is_high_out = _bounds(flat)
     if low is None or high is None:
@@ -427,7 +433,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    # Of very small or large ones the fraction would be long.
+    # The fraction of a very small or large number would be long.
     return _is_number(value) and 1e-12 < value < 1e12
 
 

@@ -17,4 +17,4 @@ def toolkit_register_structured_output(backends: StructuredOutputRegistry) -> No
 
 
 REGISTRIES = {"toolkit_register_structured_output": StructuredOutputRegistry}
-"""By hook: what the loader fills."""
+"""Registry that the loader fills for each hook."""

@@ -21,7 +21,7 @@ _PREFERRED = "llguidance"
 
 
 class Preparation:
-    """What all requests of one renderer share."""
+    """State shared by all requests of one renderer."""
 
     def __init__(self, renderer: Any) -> None:
         self.source = Source.of(renderer)
@@ -32,14 +32,14 @@ class Preparation:
 
 
 _PREPARATIONS: WeakKeyDictionary[Any, Preparation] = WeakKeyDictionary()
-"""By renderer: they end with their engine."""
+"""Preparations by renderer; each ends with its engine."""
 _LOCK = Lock()
 
 
-def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None:
+def prepare(params: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None:
     """The arguments of the sampler's half; None where nothing is asked. Raises RequestError, naming
     the parameter."""
-    wish = wish_of(given)
+    wish = wish_of(params)
     if wish is None:
         return None
     with _LOCK:
@@ -49,8 +49,8 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
     grammar, details = shared.reader.read(wish)
     error = shared.trials.error_of(Job(grammar, details))
     if error:
-        what = "schema" if wish.kind in ("json", "json_object") else wish.kind.replace("_", " ")
-        raise RequestError(f"{wish.param}: the {what} cannot be used: {error}.", wish.param)
+        noun = "schema" if wish.kind in ("json", "json_object") else wish.kind.replace("_", " ")
+        raise RequestError(f"{wish.param}: the {noun} cannot be used: {error}.", wish.param)
     source = shared.source
     return {
         "grammar": grammar,
@@ -62,7 +62,7 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
 
 
 def _reader(plugins: Plugins) -> type[WishReader]:
-    """Of the backend that the option names. Raises RequestError where there is none."""
+    """Reader of the backend that the option names. Raises RequestError if it is not installed."""
     registry = plugins.brought_registry(StructuredOutputRegistry)
     known = [entry.key for entry in registry.entries()]
     wanted = plugins.options("structured_output").backend

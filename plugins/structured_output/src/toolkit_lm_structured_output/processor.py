@@ -24,11 +24,11 @@ _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
 _SECONDS = 0.5
 _SECONDS_PER_TOKEN = 0.01
-"""Of computing: what an output may take, and how much more with each of its tokens. An ambiguous
-grammar takes ever longer."""
+"""Computing time of one output: a fixed part, and a part for each of its tokens. An ambiguous
+grammar takes longer with each token."""
 _SLOW = 0.002
-"""Seconds of computing, to read what a step has drawn: the mask of such a sequence is made alone,
-and counts."""
+"""Seconds of computing per step above which a sequence is slow. Its mask is then made alone, and
+the time counts."""
 _MOST_FORCED = 64
 """Tokens that a step computes of what must follow."""
 
@@ -39,11 +39,10 @@ class _Grammar(NamedTuple):
 
 
 class _Sequence:
-    """Where one sequence stands in its grammar.
+    """State of one sequence in its grammar.
 
-    Where the text to come is known, so are the tokens: those that the tokenizer makes of it. The
-    matcher has consumed them already.
-    """
+    If the next text is known, so are its tokens: the ones the tokenizer makes of it. The matcher
+    has consumed them already."""
 
     def __init__(self, compiled: Future[_Grammar]) -> None:
         self.forced: deque[int] = deque()
@@ -64,7 +63,7 @@ class _Sequence:
         return self._compiled.result().compiler
 
     def allowed(self) -> np.ndarray | int:
-        """What may follow: a mask, or the only token."""
+        """The allowed next tokens: a mask, or the only token."""
         if self.forced:
             return self.forced[0]
         assert self.mask is not None, "it was made"
@@ -90,7 +89,7 @@ class _Sequence:
         raise self._error
 
     def spend(self, seconds: float, num_tokens: int = 0) -> None:
-        """Of computing; where there were tokens, on reading them."""
+        """Counts seconds of computing. `num_tokens`: the tokens read in that time, if any."""
         self._spent += seconds
         self.is_slow = seconds > _SLOW if num_tokens else self.is_slow
 
@@ -226,14 +225,14 @@ class StructuredOutput(LogitsProcessor):
     def drafts(self, row: ProcessorRow) -> list[int]:
         self._join()
         sequence = self._sequences[row.key]
-        # What does not follow the grammar was drawn in vain.
+        # A token that does not follow the grammar was drawn in vain.
         with suppress(ValueError):
             sequence.read(row)
         return list(sequence.forced)[:_MOST_FORCED]
 
     @staticmethod
     def _end(values: Tensor, eos_token_ids: Sequence[int]) -> None:
-        """The grammar is at its end, and so is the sequence, whatever rules out its last token:
-        there is no other."""
+        """Allows an end token if the grammar has ended but everything is ruled out: the sequence
+        has no other way to go on."""
         if not (values > -torch.inf).any():
             values[eos_token_ids[0]] = 0.0

@@ -22,7 +22,7 @@ import msgspec
 from toolkit_lm_structured_output.contract import Source, load_compiler
 
 SECONDS = 1.0
-"""Of computing, for one grammar."""
+"""Seconds of computing for one grammar."""
 MEMORY = 2**30
 """Bytes, for one grammar."""
 _STACK = 2 * 2**20
@@ -34,7 +34,7 @@ _LENGTH = 700
 class Job(msgspec.Struct):
     grammar: str
     details: Any = None
-    """As Reading has them."""
+    """Extra JSON for the trial, the same as Reading.details."""
 
 
 def _cut(message: str) -> str:

@@ -49,8 +49,8 @@ def transcribe(
 ) -> None:
     """Transcribe recordings with a Whisper model, offline.
 
-    A file that cannot be read is told on stderr; the others go on, and the exit code is then 1.
-    """
+    A file that cannot be read is reported on stderr; the others go on, and the exit code is then
+    1."""
     if format not in _FORMATS:
         raise ConfigError(f"option 'format': {format!r} must be one of {', '.join(_FORMATS)}.")
     if out is not None:
@@ -89,7 +89,7 @@ def _check_names(files: list[Path]) -> None:
 def _transcripts(
     config: VllmConfig,
     plugins: Plugins,
-    given: list[Any],
+    files: list[Any],
     format: str,
     language: str | None,
     task: str,
@@ -113,12 +113,12 @@ def _transcripts(
     ):
         rows = [
             bars.add_task(f"recording {i}", total=len(samples) / rate)
-            for i, (samples, rate) in enumerate(given, 1)
+            for i, (samples, rate) in enumerate(files, 1)
         ]
         found = Transcriber(llm).transcribe(
-            given,
+            files,
             language=language,
             task=task,
             progress=lambda i, done: bars.update(rows[i], completed=done),
         )
-    return [FORMATS[format](one) for one in found]
+    return [FORMATS[format](transcription) for transcription in found]

@@ -43,7 +43,7 @@ class TranslationForm(BaseModel):
     model: str | None = None
     """None: the model that is served."""
     prompt: Annotated[str, Field(max_length=10_000)] = ""
-    """What was said before, or names that are to be spelled so."""
+    """Text before the recording, or names to be spelled that way."""
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """0: a window that repeats itself, or of which the model is unsure, is drawn again at higher
@@ -54,7 +54,7 @@ class TranslationForm(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        known = [one.alias or name for name, one in cls.model_fields.items()]
+        known = [field.alias or name for name, field in cls.model_fields.items()]
         return kept_fields(data, known, SPEECH) if isinstance(data, dict) else data
 
 
@@ -62,13 +62,13 @@ class TranscriptionForm(TranslationForm):
     """POST /v1/audio/transcriptions."""
 
     language: str | None = None
-    """As the model names it: "en". None: it is detected."""
+    """Language code, such as "en". None: it is detected."""
     chunking_strategy: Literal["auto"] | None = None
     """It has no effect: windows follow the timestamps that the model sets."""
     timestamp_granularities: Annotated[
         list[Literal["segment"]], Field(alias=_GRANULARITIES, max_length=1)
     ] = []
-    """Of verbose_json."""
+    """Granularities of timestamps in verbose_json."""
 
 
 class Duration(BaseModel):
@@ -77,7 +77,7 @@ class Duration(BaseModel):
 
 
 class Transcription(BaseModel):
-    """What `json` answers are; those of `verbose_json` have more."""
+    """Answer in the format `json`; `verbose_json` has more fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -200,24 +200,24 @@ class Audio:
 
 
 def _seconds(data: bytes, name: str) -> float:
-    with open_audio(data, LIMITS, what=name, param="file") as audio:
+    with open_audio(data, LIMITS, label=name, param="file") as audio:
         return audio.seconds
 
 
 def _samples(data: bytes, name: str, sampling_rate: int) -> np.ndarray:
-    with open_audio(data, LIMITS, what=name, param="file") as audio:
+    with open_audio(data, LIMITS, label=name, param="file") as audio:
         return audio.read(sampling_rate)
 
 
 async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
     async for found in work.segments:
-        yield [{"type": "transcript.text.delta", "delta": one.text} for one in found]
+        yield [{"type": "transcript.text.delta", "delta": segment.text} for segment in found]
     done = work.recording.transcript
     yield [{"type": "transcript.text.done", "text": done.text, "usage": usage(done)}]
 
 
 def add_routes(router: APIRouter, engine: ServingEngine, engines: Engines) -> None:
-    """Where the model is a Whisper; to others they would be of no use."""
+    """Adds the routes if the model is a Whisper; they are useless for others."""
     if engine.config.hf_config.get("model_type") != "whisper":
         return
     audio = Audio(engines)

@@ -7,6 +7,6 @@ from typing import Any
 
 
 def dumps(arguments: Any) -> str:
-    """Their JSON, as chat templates write it. Halves of characters stay in it: the renderer refuses
-    them, as in any text."""
+    """JSON of a call's arguments, in the form that chat templates write. Lone surrogates stay in
+    it: the renderer refuses them, like in any text."""
     return json.dumps(arguments, ensure_ascii=False)

@@ -22,7 +22,8 @@ def url_part(url: str) -> dict[str, Any]:
 
 
 def _sniffed(data: str) -> str:
-    """Raises RequestError for what is no base64. What is no image is refused when it is decoded."""
+    """Media type of base64 data. Raises RequestError if it is not base64. Data that is not an image
+    is refused later, when it is decoded."""
     try:
         head = base64.b64decode(data[:16], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -15,9 +15,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's."""
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(word) for word in given], namespace)
+        """Implements argparse's method of this name."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
 
 
 def _with_dashes(word: str) -> str:

@@ -13,7 +13,7 @@ class BeamSearchSequence:
     """One of the likeliest sequences."""
 
     tokens: list[int]
-    """Those of the prompt, too."""
+    """Token ids, including the prompt's."""
     text: str | None
     """The prompt's, too; without it where the prompt was token ids."""
     cum_logprob: float
@@ -30,7 +30,7 @@ class BeamSearchOutput:
 
 @dataclass
 class BeamSearchParams:
-    """What `LLM.beam_search` searches for. A sequence is ranked by log probability / (length of its
+    """Parameters of `LLM.beam_search`. A sequence is ranked by log probability / (length of its
     output) ** length_penalty."""
 
     beam_width: int
@@ -41,7 +41,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def sampling_params(self) -> SamplingParams:
-        """The same as parameters of `generate`. Raises RequestError."""
+        """The same search as parameters of `generate`. Raises RequestError."""
         same: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "ignore_eos": self.ignore_eos,
@@ -60,13 +60,17 @@ class BeamSearchParams:
         )
 
     def result(self, output: RequestOutput) -> BeamSearchOutput:
-        """What `generate` gave, with the prompts in front."""
-        return BeamSearchOutput([_sequence(output, one) for one in output.outputs])
+        """Turns an output of `generate` into sequences that include the prompt."""
+        return BeamSearchOutput([_sequence(output, completion) for completion in output.outputs])
 
 
-def _sequence(output: RequestOutput, one: CompletionOutput) -> BeamSearchSequence:
-    tokens = [*output.prompt_token_ids, *one.token_ids]
-    text = (output.prompt or "") + one.text
+def _sequence(output: RequestOutput, completion: CompletionOutput) -> BeamSearchSequence:
+    tokens = [*output.prompt_token_ids, *completion.token_ids]
+    text = (output.prompt or "") + completion.text
     return BeamSearchSequence(
-        tokens, text, one.cumulative_logprob or 0.0, one.finish_reason, one.stop_reason
+        tokens,
+        text,
+        completion.cumulative_logprob or 0.0,
+        completion.finish_reason,
+        completion.stop_reason,
     )

@@ -1,5 +1,4 @@
-"""Classes of vLLM's: what they have beside ours, and those that are the same or have other names
-here."""
+"""Classes of vLLM: with additions to our classes, equal to ours, or under other names here."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ class LLM(toolkit_lm.LLM):
     """toolkit_lm.LLM with beam searches as vLLM has them. A type checker takes vLLM's options."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """As toolkit_lm.LLM, with options by vLLM's names or ours. Raises ToolkitError."""
+        """Takes options by vLLM's names or ours, otherwise like toolkit_lm.LLM. Raises
+        ToolkitError."""
         super().__init__(model, **options)
 
     def beam_search(
@@ -74,7 +74,7 @@ class AsyncLLM(toolkit_lm.AsyncLLM):
         return cls(engine_args.create_engine_config())
 
     def shutdown(self) -> None:
-        """As `close`."""
+        """Alias of `close`."""
         self.close()
 
 

@@ -10,8 +10,8 @@ from toolkit_lm_vllm_names.values import asks_nothing, parsed
 
 _MODES = {"none": 0, "stock_torch_compile": 1, "dynamo_trace_once": 2, "vllm_compile": 3}
 _LEVELS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""By vLLM's mode: the optimization_level that compiles as much. What ours does at 3, to tune code,
-vLLM's modes do not."""
+"""The optimization_level that compiles as much, by vLLM's mode. vLLM's modes do not tune code,
+which our level 3 does."""
 SAME = (
     *("backend", "splitting_ops", "compile_sizes", "inductor_compile_config", "cache_dir"),
     *("cudagraph_mode", "cudagraph_capture_sizes", "compile_ranges", "cudagraph_query_len"),
@@ -19,8 +19,8 @@ SAME = (
 """Keys that mean the same here; the last two are ours alone."""
 _LEVEL_KEYS = ("level", "mode")
 _OLDER_KEYS = ("use_inductor", "use_cudagraph", "full_cuda_graph")
-"""Where two keys say the same thing, the one that comes later here counts, in whichever order they
-are given."""
+"""Older keys. If two keys say the same thing, the later in this list wins, whatever their order in
+the input."""
 NO_EFFECT = {
     "custom_ops": "the option kernels says what computes norms and activations",
     "pass_config": "the kernels fuse what they have one call for",
@@ -52,8 +52,8 @@ REFUSED = {
 def compilation_config(value: Any) -> dict[str, Any]:
     """A mode alone, or a mapping. A mode is an optimization level. Keys of today count before older
     ones."""
-    given = {key: one for key, one in mapping(value).items() if one is not None}
-    kept = {key: given[key] for key in SAME if key in given}
+    stated = {key: item for key, item in mapping(value).items() if item is not None}
+    kept = {key: stated[key] for key in SAME if key in stated}
     if not kept.get("backend", "inductor"):
         del kept["backend"]
     if "cudagraph_mode" in kept:
@@ -61,19 +61,19 @@ def compilation_config(value: Any) -> dict[str, Any]:
             getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])
         ).lower()
     known = (*SAME, *_LEVEL_KEYS, *_OLDER_KEYS, *NO_EFFECT, *REFUSED)
-    for key in given:
+    for key in stated:
         if key not in known:
             raise ValueError(f"it has no key {key!r}. Known: {', '.join(known)}.")
-        if key in REFUSED and not asks_nothing(given[key]):
+        if key in REFUSED and not asks_nothing(stated[key]):
             raise ValueError(f"{key!r}: {REFUSED[key]}.")
     made: dict[str, Any] = {}
     for key in _LEVEL_KEYS:
-        if key in given:
-            made["optimization_level"] = _level(given[key])
+        if key in stated:
+            made["optimization_level"] = _level(stated[key])
     older: dict[str, Any] = {}
     for key in _OLDER_KEYS:
-        if key in given:
-            older |= _mapped(key, given[key])
+        if key in stated:
+            older |= _mapped(key, stated[key])
     kept = {**older, **kept}
     return {**made, "compilation_config": json.dumps(kept)} if kept else made
 
@@ -87,13 +87,13 @@ def mapping(value: Any) -> Mapping[str, Any]:
 def without_effect(value: Any) -> list[str]:
     """The keys of a value that change nothing, with the reasons."""
     value = parsed(value)
-    given = value if isinstance(value, Mapping) else {}
-    ignored = [key for key in given if key in NO_EFFECT and not asks_nothing(given[key])]
+    mapping = value if isinstance(value, Mapping) else {}
+    ignored = [key for key in mapping if key in NO_EFFECT and not asks_nothing(mapping[key])]
     return [f"compilation_config: {key} has no effect: {NO_EFFECT[key]}" for key in ignored]
 
 
 def _mapped(key: str, value: Any) -> dict[str, Any]:
-    """What an older key says, in keys of today."""
+    """Translates an older key to today's keys."""
     is_on = not asks_nothing(value)
     if key == "use_inductor":
         return {} if is_on else {"backend": "eager"}
@@ -103,7 +103,7 @@ def _mapped(key: str, value: Any) -> dict[str, Any]:
 
 
 def _level(mode: Any) -> int:
-    """Of a number, a name, or a member of vLLM's enumeration."""
+    """The level of a number, a name, or a member of vLLM's enumeration."""
     name = str(getattr(mode, "name", mode)).rpartition(".")[2].lower()
     number = _MODES.get(name, int(name) if name.isdecimal() else -1)
     if number not in _LEVELS:
@@ -133,10 +133,10 @@ def use_cudagraph(value: Any) -> dict[str, Any]:
     return {"compilation_config": json.dumps(_mapped("use_cudagraph", value))}
 
 
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What two values say together, to any depth. Of a key that both have, the latter counts."""
-    both = {**one, **other}
-    for key in one.keys() & other.keys():
-        if isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
-            both[key] = merged(one[key], other[key])
+def merged(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two mappings, to any depth. If both have a key, the latter's value wins."""
+    both = {**first, **other}
+    for key in first.keys() & other.keys():
+        if isinstance(first[key], Mapping) and isinstance(other[key], Mapping):
+            both[key] = merged(first[key], other[key])
     return both

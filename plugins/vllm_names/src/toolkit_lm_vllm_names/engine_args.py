@@ -34,9 +34,9 @@ class EngineArgs:
 
     def create_engine_config(self, usage_context: object = None) -> VllmConfig:
         """The config; TOOLKIT_LM_* variables give what is not given. Raises ConfigError."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        stated = {name: value for name, value in vars(self).items() if value is not None}
         return VllmConfig.make(
-            **load_options(VllmConfig.options(), translate(given), environ=os.environ)
+            **load_options(VllmConfig.options(), translate(stated), environ=os.environ)
         )
 
     @classmethod
@@ -68,13 +68,13 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Those of parsed arguments that are options of an engine."""
+        """Options of an engine among parsed arguments."""
         known = _known()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
 class AsyncEngineArgs(EngineArgs):
-    """As EngineArgs, for AsyncLLM."""
+    """EngineArgs for AsyncLLM."""
 
 
 def _known() -> list[str]:

@@ -1,5 +1,5 @@
-"""What vLLM calls options of its engine that are taken here: as they are, by another name, or
-without effect."""
+"""vLLM's engine options that are accepted here: unchanged, under another name, or without
+effect."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ ENGINE: list[Name] = [
     *same("trust_remote_code", "enable_prefix_caching", "enable_chunked_prefill", is_switch=True),
     *same("served_model_name"),
     *same("dtype", convert=values.dtype, note="half and float, too"),
+    *same(
+        "kv_cache_dtype",
+        convert=values.cache_dtype,
+        note="fp8_e4m3: fp8; int8_per_token_head: int8; float32, bfloat16, float16: model",
+    ),
+    *same("kv_cache_dtype_skip_layers"),
+    *free(
+        "a quantized cache has a scale per token and head, made as it is written",
+        "calculate_kv_scales",
+        is_switch=True,
+    ),
     *same("quantization", convert=values.named("quantization")),
     *(
         Name(name, "same", name, "32k, too", values.count(name))

@@ -37,7 +37,7 @@ class Flag(NamedTuple):
     row: Name
     value: Any
     words: list[str]
-    """As they are in the line."""
+    """Words of the flag, in the form they have in the line."""
 
 
 def read_flag(words: Sequence[str]) -> Flag | None:
@@ -61,8 +61,8 @@ def read_flag(words: Sequence[str]) -> Flag | None:
         return Flag(row, _value(row, [text]), [words[0]])
     if is_off or (row.is_switch and not _is_truth(words[1:2])):
         return Flag(row, not is_off, [words[0]])
-    given = _values(row, words[1:])
-    return Flag(row, _value(row, given), [words[0], *given])
+    values = _values(row, words[1:])
+    return Flag(row, _value(row, values), [words[0], *values])
 
 
 def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
@@ -105,8 +105,8 @@ def flags_of(options: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            for one in _texts(value):
-                words += [flag, one]
+            for text in _texts(value):
+                words += [flag, text]
     return words
 
 
@@ -114,9 +114,11 @@ def _texts(value: Any) -> list[str]:
     """The values of a flag, which is given once for each of them."""
     if isinstance(value, dict):
         return [
-            f"{name}.{key}={one}" for name, fields in value.items() for key, one in fields.items()
+            f"{name}.{key}={value}"
+            for name, fields in value.items()
+            for key, value in fields.items()
         ]
-    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return [str(text) for text in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _row(name: str) -> Name | None:
@@ -137,9 +139,9 @@ def _values(row: Name, words: Sequence[str]) -> list[str]:
     return list(words[:end])
 
 
-def _value(row: Name, given: Sequence[str]) -> Any:
-    if len(given) > 1:
-        return list(given)
-    # What is a text here stays as it is written.
-    text = given[0] if given else None
+def _value(row: Name, values: Sequence[str]) -> Any:
+    if len(values) > 1:
+        return list(values)
+    # A text value is used as written.
+    text = values[0] if values else None
     return text if row.kind in ("same", "renamed") and not row.is_switch else parsed(text)

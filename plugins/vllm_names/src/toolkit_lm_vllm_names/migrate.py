@@ -19,9 +19,9 @@ class Migration(NamedTuple):
 
     line: str
     left_out: list[str]
-    """What asks for something that cannot be had: flag and what to use."""
+    """Flags that ask for unavailable features, each with a replacement."""
     needless: list[str]
-    """What changes nothing here: flag and why."""
+    """Flags that change nothing here, each with the reason."""
 
 
 def migrate(line: str) -> Migration:
@@ -64,7 +64,7 @@ def migrate(line: str) -> Migration:
         if flag.row.kind == "free":
             needless.append((flag.row.name, f"{written}: {flag.row.note}"))
         elif ignored := flag.row.without_effect(flag.value):
-            needless += [(flag.row.name, f"{written}: {one}") for one in ignored]
+            needless += [(flag.row.name, f"{written}: {reason}") for reason in ignored]
         elif not made:
             needless.append((flag.row.name, f"{written}: it is the default"))
         if flag.row.name in COMPILATION:
@@ -73,13 +73,13 @@ def migrate(line: str) -> Migration:
             options |= made
     options |= compilation_options(about_compilation)
     if lowers_level(about_compilation):
-        needless = [(name, told) for name, told in needless if name != "enforce_eager"]
+        needless = [(name, reason) for name, reason in needless if name != "enforce_eager"]
     model = options.pop("model", None) or (models.pop(0) if models else None)
     left_out += [f"{word}: there is one model already." for word in models]
     written = shlex.join(
         ["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)]
     )
-    return Migration(written, left_out, [told for _, told in needless])
+    return Migration(written, left_out, [reason for _, reason in needless])
 
 
 def migrate_vllm(
@@ -88,8 +88,8 @@ def migrate_vllm(
         typer.Argument(metavar="LINE", help='"vllm serve MODEL --flags", in quotes or after --.'),
     ],
 ) -> None:
-    """Print the `toolkit serve` line that does what a `vllm serve` line does, and what of it has no
-    equivalent."""
+    """Print the `toolkit serve` line that does the same as a `vllm serve` line, and list the flags
+    without an equivalent."""
     found = migrate(line[0] if len(line) == 1 else shlex.join(line))
     typer.echo(found.line)
     for title, rows in (

@@ -1,4 +1,4 @@
-"""What vLLM calls one option: its name, and what becomes of its values."""
+"""One option of vLLM: its name, and the treatment of its values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Name(NamedTuple):
     ours: str = ""
     """The option here; empty: there is none."""
     note: str = ""
-    """What becomes of its values; of what is refused: what to use."""
+    """Treatment of its values; for a refused option, its replacement."""
     convert: Convert | None = None
     is_switch: bool = False
-    """Its flag takes no value."""
+    """Whether the flag takes no value."""
     neutral: tuple[Any, ...] = ()
-    """Values that ask for nothing, beside those of `values.asks_nothing`."""
+    """Values that ask for nothing, in addition to those of `values.asks_nothing`."""
     of_server: bool = False
-    """Of `vllm serve` alone."""
+    """Whether only `vllm serve` has the option."""
     ignored: Callable[[Any], list[str]] | None = None
-    """What of a value changes nothing: a sentence for each."""
+    """Returns a sentence for each part of a value that has no effect."""
 
     @property
     def flag(self) -> str:
@@ -58,7 +58,7 @@ class Name(NamedTuple):
             ) from None
 
     def without_effect(self, value: Any) -> list[str]:
-        """What of a value changes nothing here, and why: a sentence for each."""
+        """Reasons why parts of a value have no effect here: a sentence for each."""
         if value is None or (self.kind == "free" and values.asks_nothing(value)):
             return []
         if self.ignored is not None:

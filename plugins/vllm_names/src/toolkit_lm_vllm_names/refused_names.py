@@ -1,4 +1,4 @@
-"""What vLLM calls options of its engine that are refused here, and what to use instead."""
+"""vLLM's engine options that are refused here, and their replacements."""
 
 from __future__ import annotations
 
@@ -75,9 +75,6 @@ REFUSED: list[Name] = [
         "ec_transfer_config",
         "weight_transfer_config",
     ),
-    *refused("the cache has the dtype of the model.", "kv_cache_dtype"),
-    *refused("the cache has the dtype of the model.", "calculate_kv_scales", is_switch=True),
-    *refused("the cache has the dtype of the model.", "kv_cache_dtype_skip_layers"),
     *refused(
         "the state has the dtype of the model.",
         "enable_mamba_cache_stochastic_rounding",

@@ -1,4 +1,4 @@
-"""What vLLM calls flags of its server."""
+"""vLLM's server flags."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SERVER: list[Name] = [
     *same("allow_credentials", is_switch=True, of_server=True),
     *(
         Name(
-            f"allowed_{of}",
+            f"allowed_{name}",
             "same",
-            f"allowed_{of}",
+            f"allowed_{name}",
             "JSON, too",
-            values.texts(f"allowed_{of}"),
+            values.texts(f"allowed_{name}"),
             of_server=True,
         )
-        for of in _CORS
+        for name in _CORS
     ),
     *same(
         "middleware", convert=values.middleware, note="module.Class: module:Class", of_server=True

@@ -6,8 +6,8 @@ from typing import Any, TypedDict
 
 
 class StructuredOutputsParams(TypedDict, total=False):
-    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first
-    six."""
+    """Form of an output, for `SamplingParams(structured_outputs=...)`: give one of the first six
+    fields."""
 
     json: str | dict[str, Any]
     json_object: bool

@@ -19,7 +19,7 @@ from toolkit_lm_vllm_names.server_names import SERVER
 
 logger = logging.getLogger(__name__)
 
-TABLE: dict[str, Name] = {one.name: one for one in (*ENGINE, *REFUSED, *SERVER)}
+TABLE: dict[str, Name] = {name.name: name for name in (*ENGINE, *REFUSED, *SERVER)}
 """All names of vLLM, those of its engine first."""
 
 COMPILATION = (
@@ -49,10 +49,10 @@ def tell_of_no_effect(row: Name, value: Any) -> None:
         logger.warning("vLLM's %s.", sentence)
 
 
-def tell_of_compilation(given: Sequence[tuple[str, Any]]) -> None:
-    """Logs what of options of `COMPILATION` changes nothing here, beside each other."""
-    lowers = lowers_level(given)
-    for name, value in given:
+def tell_of_compilation(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Logs which parts of several `COMPILATION` options have no effect here."""
+    lowers = lowers_level(pairs)
+    for name, value in pairs:
         if name != "enforce_eager" or not lowers:
             tell_of_no_effect(TABLE[name], value)
 
@@ -71,31 +71,32 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
     return made | {name: value for name, value in options.items() if name not in TABLE}
 
 
-def compilation_options(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """What options of `COMPILATION` say together: a level that is given wins over a mode, and
-    enforce_eager over both."""
-    made = _asked_of_compilation(given)
-    if lowers_level(given):
+def compilation_options(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Combines several `COMPILATION` options. A given level wins over a mode, and enforce_eager
+    over both."""
+    made = _asked_of_compilation(pairs)
+    if lowers_level(pairs):
         made["optimization_level"] = 0
     return made
 
 
-def lowers_level(given: Sequence[tuple[str, Any]]) -> bool:
+def lowers_level(pairs: Sequence[tuple[str, Any]]) -> bool:
     """Whether enforce_eager is among options of `COMPILATION` of which others ask for code to be
     compiled."""
     is_eager = any(
-        name == "enforce_eager" and not values.asks_nothing(value) for name, value in given
+        name == "enforce_eager" and not values.asks_nothing(value) for name, value in pairs
     )
     return is_eager and not values.asks_nothing(
-        _asked_of_compilation(given).get("optimization_level")
+        _asked_of_compilation(pairs).get("optimization_level")
     )
 
 
-def _asked_of_compilation(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """What all but enforce_eager say. Their keys are read as those of one compilation_config."""
+def _asked_of_compilation(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Combines all options except enforce_eager. Their keys are read as keys of one
+    compilation_config."""
     keys: dict[str, Any] = {}
     level: dict[str, Any] = {}
-    for name, value in given:
+    for name, value in pairs:
         if value is None or name == "enforce_eager":
             continue
         if name == "optimization_level":
@@ -110,5 +111,5 @@ def _asked_of_compilation(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Name], *, of_server: bool) -> list[Name]:
-    """Those of the server, or of the engine."""
+    """Options of the server, or of the engine."""
     return [row for row in rows if row.of_server == of_server]

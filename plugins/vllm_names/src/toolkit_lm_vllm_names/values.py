@@ -84,7 +84,7 @@ def asks_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
         "auto",
         "{}",
         "[]",
-        *(str(one).lower() for one in neutral),
+        *(str(value).lower() for value in neutral),
     )
 
 
@@ -94,7 +94,7 @@ def shown(value: Any) -> str:
 
 
 def parsed(text: Any) -> Any:
-    """What a flag's text says: a number, a truth value, a mapping or a list in JSON, or the text
+    """Value of a flag's text: a number, a boolean, a mapping or list in JSON, or the text
     itself."""
     if not isinstance(text, str):
         return text
@@ -108,12 +108,12 @@ def parsed(text: Any) -> Any:
 
 
 def named(ours: str) -> Callable[[Any], dict[str, Any]]:
-    """Of an option that is a name."""
+    """Converter for an option that is a name."""
     return lambda value: {ours: str(value)}
 
 
 def when(ours: str, wanted: Any) -> Callable[[Any], dict[str, Any]]:
-    """Of a switch: where it is on, `ours` is to be `wanted`."""
+    """Converter for a switch: if it is on, `ours` is set to `wanted`."""
     return lambda value: {} if asks_nothing(value) else {ours: wanted}
 
 
@@ -121,6 +121,17 @@ def dtype(value: Any) -> dict[str, Any]:
     """A name, or torch's dtype."""
     name = str(value).removeprefix("torch.")
     return {"dtype": _DTYPES.get(name, name)}
+
+
+def cache_dtype(value: Any) -> dict[str, Any]:
+    """`kv_cache_dtype`."""
+    known = {
+        "fp8_e4m3": "fp8",
+        "fp8_per_token_head": "fp8",
+        "int8_per_token_head": "int8",
+        **dict.fromkeys(("bfloat16", "float16", "float32"), "model"),
+    }
+    return {"kv_cache_dtype": known.get(value, value)}
 
 
 def count(ours: str) -> Callable[[Any], dict[str, Any]]:
@@ -172,14 +183,15 @@ def limits(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {"limit_mm_per_prompt": value}
     counts = {
-        name: one.get("count") if isinstance(one, Mapping) else one for name, one in value.items()
+        name: item.get("count") if isinstance(item, Mapping) else item
+        for name, item in value.items()
     }
     made = [f"{name}={number}" for name, number in counts.items() if number is not None]
     return {"limit_mm_per_prompt": made} if made else {}
 
 
 def generation_config(value: Any) -> dict[str, Any]:
-    """Where sampling defaults come from."""
+    """Converts the source of sampling defaults."""
     return {"generation_config": {"auto": "checkpoint", "vllm": "none"}.get(str(value), str(value))}
 
 
@@ -202,7 +214,7 @@ def ignored_of_attention(value: Any) -> list[str]:
     """The other keys of attention_config: they change no result."""
     value = parsed(value)
     names = (
-        [name for name, one in value.items() if name != "backend" and not asks_nothing(one)]
+        [name for name, item in value.items() if name != "backend" and not asks_nothing(item)]
         if isinstance(value, Mapping)
         else []
     )
@@ -229,24 +241,25 @@ def tokenizer_mode(value: Any) -> dict[str, Any]:
 
 
 def executor(value: Any) -> dict[str, Any]:
-    """Those that run workers on this machine are chosen by the number of workers."""
+    """Converts the executor's name. Executors on this machine are chosen by the number of
+    workers."""
     if value not in ("mp", "uni", "auto", "ray"):
         raise ValueError("use mp, uni or ray, or an executor of a plugin: the option executor.")
     return {"executor": "ray"} if value == "ray" else {}
 
 
 def pooler_config(value: Any) -> dict[str, Any]:
-    """Its fields, as options."""
+    """Converts the pooler config's fields to options."""
     value = parsed(value)
     fields = (
         value
         if isinstance(value, Mapping)
         else {name: getattr(value, name, None) for name in _POOLER}
     )
-    given = {name: one for name, one in fields.items() if one is not None}
-    if unknown := given.keys() - _POOLER.keys():
+    stated = {name: value for name, value in fields.items() if value is not None}
+    if unknown := stated.keys() - _POOLER.keys():
         raise ValueError(f"there is no {sorted(unknown)[0]!r}. Known: {', '.join(_POOLER)}.")
-    return {_POOLER[name]: one for name, one in given.items()}
+    return {_POOLER[name]: value for name, value in stated.items()}
 
 
 def structured_outputs(value: Any) -> dict[str, Any]:
@@ -256,7 +269,7 @@ def structured_outputs(value: Any) -> dict[str, Any]:
         dict(found) if isinstance(found, Mapping) else {"backend": getattr(found, "backend", found)}
     )
     backend = str(fields.pop("backend", "auto"))
-    if others := sorted(name for name, one in fields.items() if not asks_nothing(one)):
+    if others := sorted(name for name, value in fields.items() if not asks_nothing(value)):
         raise ValueError(f"{others[0]!r} is asked for by requests: structured_outputs.")
     if backend not in _GRAMMARS:
         raise ValueError(f"use one of {', '.join(_GRAMMARS)}.")
@@ -268,7 +281,7 @@ def structured_outputs(value: Any) -> dict[str, Any]:
 
 
 def texts(ours: str) -> Callable[[Any], dict[str, Any]]:
-    """Of a list of texts, or one in JSON."""
+    """Converter for a list of texts, or one in JSON."""
 
     def convert(value: Any) -> dict[str, Any]:
         found = parsed(value)
@@ -278,10 +291,15 @@ def texts(ours: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def middleware(value: Any) -> dict[str, Any]:
-    """Of one or of a list: "module.Class" -> "module:Class"."""
+    """Converts one middleware or a list: "module.Class" -> "module:Class"."""
     found = [value] if isinstance(value, str) else list(value)
     return (
-        {"middleware": [one if ":" in one else ":".join(one.rsplit(".", 1)) for one in found]}
+        {
+            "middleware": [
+                class_path if ":" in class_path else ":".join(class_path.rsplit(".", 1))
+                for class_path in found
+            ]
+        }
         if found
         else {}
     )

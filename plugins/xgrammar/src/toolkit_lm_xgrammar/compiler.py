@@ -22,7 +22,7 @@ class XGrammarMatcher(Matcher):
         self._matcher = matcher
         self._ends = ends
         self._mask: np.ndarray | None = None
-        """What may follow; None until it is asked for."""
+        """Mask of the allowed next tokens; None until it is asked for."""
 
     def copy(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._matcher.fork(), self._ends)
@@ -78,21 +78,21 @@ class XGrammarCompiler(GrammarCompiler):
             raise ValueError(_reason(error)) from None
         return XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self._ends)
 
-    def _compiled(self, told: dict[str, Any]) -> Any:
-        match told["kind"]:
+    def _compiled(self, grammar: dict[str, Any]) -> Any:
+        match grammar["kind"]:
             case "json":
                 return self._compiler.compile_json_schema(
-                    json.dumps(told["schema"]),
-                    any_whitespace=told["any_whitespace"],
-                    max_whitespace_cnt=told["most"] if told["any_whitespace"] else None,
+                    json.dumps(grammar["schema"]),
+                    any_whitespace=grammar["any_whitespace"],
+                    max_whitespace_cnt=grammar["most"] if grammar["any_whitespace"] else None,
                     strict_mode=False,
                 )
             case "regex":
-                return self._compiler.compile_regex(told["text"])
+                return self._compiler.compile_regex(grammar["text"])
             case "grammar":
-                return self._compiler.compile_grammar(told["text"])
+                return self._compiler.compile_grammar(grammar["text"])
             case _:
-                return self._compiler.compile_structural_tag(json.dumps(told["tag"]))
+                return self._compiler.compile_structural_tag(json.dumps(grammar["tag"]))
 
 
 def _tokens(source: Source) -> Any:
@@ -107,7 +107,7 @@ def _tokens(source: Source) -> Any:
         added = json.loads(Path(source.path).read_text(encoding="utf-8")).get("added_tokens", [])
     except Exception as error:  # of any kind, of several libraries
         raise ValueError(f"xgrammar cannot read {source.path}: {_reason(error)}") from None
-    special = {one["id"] for one in added if one.get("special")}
+    special = {token["id"] for token in added if token.get("special")}
     vocabulary = [""] * size
     for text, token_id in tokenizer.get_vocab().items():
         if token_id < size and token_id not in special:

@@ -1,4 +1,4 @@
-"""What requests ask for, as xgrammar compiles it. It imports neither xgrammar nor torch."""
+"""Translates wishes into xgrammar's input. Imports neither xgrammar nor torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _OF_TYPES = {
     "integer": _NUMBERS,
 }
 _ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""Keywords beside which xgrammar looks at no other."""
+"""If a schema has one of these keywords, xgrammar ignores all its others."""
 _SILENT = (
     "$schema",
     "$id",
@@ -112,10 +112,10 @@ class XGrammarReader(WishReader):
     compiler = "toolkit_lm_xgrammar.compiler:XGrammarCompiler"
 
     def read(self, wish: Wish) -> Reading:
-        return Reading(json.dumps(_told(wish), ensure_ascii=False))
+        return Reading(json.dumps(_grammar(wish), ensure_ascii=False))
 
 
-def _told(wish: Wish) -> dict[str, Any]:
+def _grammar(wish: Wish) -> dict[str, Any]:
     """A kind that XGrammarCompiler knows, with what it needs."""
     match wish.kind:
         case "json" | "json_object":
@@ -153,28 +153,29 @@ def _schema(schema: dict[str, Any] | None, wish: Wish) -> dict[str, Any]:
 
 
 def _not_held(schema: Any) -> Iterator[str]:
-    """What of a schema xgrammar would pass over, and where."""
+    """Parts of a schema that xgrammar would ignore, with their places."""
     left: list[tuple[Any, str]] = [(schema, "#")]
     while left:
-        one, where = left.pop()
-        if isinstance(one, bool):
-            if not one and where.rpartition("/")[2] not in _SCHEMAS:
+        subschema, where = left.pop()
+        if isinstance(subschema, bool):
+            if not subschema and where.rpartition("/")[2] not in _SCHEMAS:
                 yield f"false (at {where})"
             continue
-        if not isinstance(one, Mapping):
-            yield f"{one!r:.40} (at {where})"
+        if not isinstance(subschema, Mapping):
+            yield f"{subschema!r:.40} (at {where})"
             continue
-        yield from (f"{name!r} (at {where})" for name in one if name not in _HELD)
-        yield from (f"{said} (at {where})" for said in _conflicts(one))
+        yield from (f"{name!r} (at {where})" for name in subschema if name not in _HELD)
+        yield from (f"{conflict} (at {where})" for conflict in _conflicts(subschema))
         for name in _MAPPINGS:
             left += [
-                (value, f"{where}/{name}/{key}") for key, value in _mapping(one.get(name)).items()
+                (value, f"{where}/{name}/{key}")
+                for key, value in _mapping(subschema.get(name)).items()
             ]
         for name in (*_LISTS, *_SCHEMAS):
-            value = one.get(name)
+            value = subschema.get(name)
             if isinstance(value, list) and name in _LISTS:
                 left += [(part, f"{where}/{name}/{index}") for index, part in enumerate(value)]
-            elif name in one and name in _SCHEMAS and not isinstance(value, list):
+            elif name in subschema and name in _SCHEMAS and not isinstance(value, list):
                 left.append((value, f"{where}/{name}"))
 
 
@@ -185,10 +186,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
     """Keywords that are held to alone, but not as they stand here."""
     kinds = schema.get("type")
-    said = [name for name in schema if name not in _SILENT]
-    alone = [name for name in said if name in _ALONE]
-    if alone and len(said) > 1 + ("type" in said and alone[0] in ("enum", "const")):
-        yield f"{alone[0]!r} beside {next(name for name in said if name != alone[0])!r}"
+    keywords = [name for name in schema if name not in _SILENT]
+    alone = [name for name in keywords if name in _ALONE]
+    if alone and len(keywords) > 1 + ("type" in keywords and alone[0] in ("enum", "const")):
+        yield f"{alone[0]!r} beside {next(name for name in keywords if name != alone[0])!r}"
     if "oneOf" in schema:
         yield "'oneOf'"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
@@ -210,10 +211,11 @@ def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
         yield "'patternProperties' beside 'properties'"
     named = {kinds} if isinstance(kinds, str) else None
     if isinstance(kinds, list):
-        named = {one for one in kinds if isinstance(one, str)}
+        named = {kind for kind in kinds if isinstance(kind, str)}
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if named is not None and not all(
-        named.intersection(types_of(one)) for one in (listed if isinstance(listed, list) else ())
+        named.intersection(types_of(subschema))
+        for subschema in (listed if isinstance(listed, list) else ())
     ):
         yield "values that are not of their 'type'"
     limits = [name for names in _OF_TYPES.values() for name in names if name in schema]
@@ -223,18 +225,18 @@ def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"{limits[0]!r} of any type but one"
 
 
-def _schemas(told: Any) -> Iterator[Any]:
+def _schemas(tag_format: Any) -> Iterator[Any]:
     """The JSON schemas of a format."""
-    left = [told]
+    left = [tag_format]
     while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, Mapping):
-            if one.get("type") == "json_schema":
-                yield one.get("json_schema", {})
+        subschema = left.pop()
+        if isinstance(subschema, list):
+            left += subschema
+        elif isinstance(subschema, Mapping):
+            if subschema.get("type") == "json_schema":
+                yield subschema.get("json_schema", {})
             else:
-                left += one.values()
+                left += subschema.values()
 
 
 def _literal(text: str) -> str:
@@ -243,22 +245,25 @@ def _literal(text: str) -> str:
 
 def _tag(wish: Wish) -> dict[str, Any]:
     """A structural tag within its limits; xgrammar checks the rest."""
-    told = read_json(wish.value, wish.param, "the structural tag")
-    if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag":
+    tag_format = read_json(wish.value, wish.param, "the structural tag")
+    if (
+        not isinstance(tag_format, dict)
+        or tag_format.get("type", "structural_tag") != "structural_tag"
+    ):
         raise RequestError(
             f"{wish.param}: a structural tag has structures and triggers, or a format.", wish.param
         )
-    checked_schema(told, wish)
-    if len(json.dumps(told)) > MAX_SCHEMA:
+    checked_schema(tag_format, wish)
+    if len(json.dumps(tag_format)) > MAX_SCHEMA:
         raise RequestError(
             f"{wish.param}: the structural tag has more than {MAX_SCHEMA} characters.", wish.param
         )
-    if "format" in told:
-        for schema in _schemas(told["format"]):
+    if "format" in tag_format:
+        for schema in _schemas(tag_format["format"]):
             checked_schema(schema, wish)
-        return {"type": "structural_tag", "format": told["format"]}
-    structures = told.get("structures")
-    triggers = told.get("triggers")
+        return {"type": "structural_tag", "format": tag_format["format"]}
+    structures = tag_format.get("structures")
+    triggers = tag_format.get("triggers")
     if (
         not isinstance(structures, list)
         or not isinstance(triggers, list)
@@ -269,28 +274,28 @@ def _tag(wish: Wish) -> dict[str, Any]:
             f"{wish.param}: a structural tag needs triggers, and structures.", wish.param
         )
     tags = []
-    for index, one in enumerate(structures):
+    for index, item in enumerate(structures):
         if (
-            not isinstance(one, Mapping)
-            or not isinstance(one.get("begin"), str)
-            or not isinstance(one.get("end", ""), str)
+            not isinstance(item, Mapping)
+            or not isinstance(item.get("begin"), str)
+            or not isinstance(item.get("end", ""), str)
         ):
             raise RequestError(
                 f"{wish.param}: structure {index} must have a begin, a schema and an end.",
                 wish.param,
             )
         if not any(
-            isinstance(text, str) and text and one["begin"].startswith(text) for text in triggers
+            isinstance(text, str) and text and item["begin"].startswith(text) for text in triggers
         ):
             raise RequestError(
                 f"{wish.param}: structure {index} begins with none of the triggers.", wish.param
             )
         content = {
             "type": "json_schema",
-            "json_schema": _schema(checked_schema(one.get("schema", {}), wish), wish),
+            "json_schema": _schema(checked_schema(item.get("schema", {}), wish), wish),
         }
         tags.append(
-            {"type": "tag", "begin": one["begin"], "content": content, "end": one.get("end", "")}
+            {"type": "tag", "begin": item["begin"], "content": content, "end": item.get("end", "")}
         )
     return {
         "type": "structural_tag",

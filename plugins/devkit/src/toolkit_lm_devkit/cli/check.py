@@ -51,19 +51,19 @@ print(json.dumps([seconds, sorted({name.partition(".")[0] for name in set(sys.mo
 
 @dataclass(slots=True)
 class EntryModule:
-    """What importing a plugin's entry module costs, in a fresh process."""
+    """Cost of importing a plugin's entry module in a fresh process."""
 
     plugin: str
     module: str
     import_seconds: float
     """CPU time."""
     imports: list[str]
-    """Packages that it pulls in, beside its own, core, and the standard library."""
+    """Packages that it imports, except its own, core, and the standard library."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What is known of a distribution. `problems` is empty when all is well."""
+    """Findings about a distribution. `problems` is empty if all is well."""
 
     distribution: str
     version: str | None
@@ -224,8 +224,8 @@ def _print(report: Report) -> None:
             f"{entry.module}: {1000 * entry.import_seconds:.0f} ms, imports {pulled}",
         )
     table.add_row("hooks", ", ".join(report.hooks) or "none")
-    for what, target in report.targets.items():
-        table.add_row(what, target)
+    for hook, target in report.targets.items():
+        table.add_row(hook, target)
     for problem in report.problems:
         table.add_row(Text("problem", style="red"), problem)
     Console(markup=False, emoji=False).print(table)

@@ -19,7 +19,7 @@ _SUFFIX = ".in"
 
 
 class Kind(StrEnum):
-    """What a new plugin brings. The value is also the name of the folder of its templates."""
+    """Kind of a new plugin. The value is also the folder name of its templates."""
 
     MODEL = "model"
     ATTENTION_BACKEND = "attention-backend"
@@ -47,7 +47,7 @@ _RUNS_LLAMA = (
     "toolkit-lm-sdpa",
     "toolkit-lm-renderer-hf",
 )
-"""What the kit needs where it runs its small Llama."""
+"""Packages that the kit needs to run its small Llama."""
 
 _ABOUT = {
     Kind.MODEL: _About(
@@ -60,7 +60,9 @@ _ABOUT = {
         ),
         requires=(CORE_DISTRIBUTION, "toolkit-lm-rotary"),
     ),
-    Kind.ATTENTION_BACKEND: _About("An attention backend"),
+    Kind.ATTENTION_BACKEND: _About(
+        "An attention backend", requires=(CORE_DISTRIBUTION, "toolkit-lm-paged-attention")
+    ),
     Kind.KV_KIND: _About("A kind of KV cache specs"),
     Kind.DRAFTER: _About("A drafter", _RUNS_LLAMA),
     Kind.EXECUTOR: _About("An executor", _RUNS_LLAMA),

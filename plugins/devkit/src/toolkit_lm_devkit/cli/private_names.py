@@ -10,7 +10,7 @@ CORE = "toolkit_lm"
 
 
 def private_names(file: Path) -> list[str]:
-    """Where a Python file uses private names of core, as "file:line: name"."""
+    """Uses of core's private names in a Python file, as "file:line: name"."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
@@ -28,14 +28,14 @@ def _is_core(module: str) -> bool:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What import statements name."""
+    """Private names in import statements."""
     for line, _, full in _bindings(tree):
         if _is_private(full):
             yield line, full
 
 
 def _attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What is read or written on modules, classes and functions that come from core:
+    """Private attributes of modules, classes and functions that come from core:
     `scheduler._pool`."""
     bound = {local: full for _, local, full in _bindings(tree)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""What clients send to /v1/messages, and what it is as a chat completion."""
+"""Request bodies of /v1/messages, and their translation to chat completions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from toolkit_lm_server.request_fields import (
     Verdicts,
     idle,
     refused,
+    reported,
     sampling_parameters,
-    told,
 )
 
 from toolkit_lm_vendor_apis.arguments import dumps
@@ -28,31 +28,33 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "chat_template_kwargs.enable_thinking": "thinking.type",
 }
-"""What a chat completion's fields are called here."""
+"""Names in Anthropic's API, by field of chat completions."""
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("Anthropic's API has no such field: ask /v1/chat/completions"),
-    **idle("prefixes are cached without being told", "cache_control"),
+    **idle("prefixes are cached automatically", "cache_control"),
     **idle("it is about accounts at Anthropic", "billing_policy betas"),
-    **told(
-        "the whole conversation is read, and nothing is told of caches",
+    **reported(
+        "the whole conversation is read, and the answer has no report on caches",
         "context_management diagnostics",
     ),
     **refused("there are no containers, servers or tools here", "container mcp_servers"),
-    **refused("there is one model, in one place", "inference_geo fallbacks fallback_credit_token"),
+    **refused(
+        "the server has one model, in one place", "inference_geo fallbacks fallback_credit_token"
+    ),
     **refused("there is one speed", "speed", "standard"),
     **refused("send the whole conversation", "compaction thread"),
     **refused("use output_config.format", "output_format"),
     **refused("use max_tokens", "max_tokens_to_sample"),
 }
-"""What becomes of other fields."""
+"""Treatment of all other fields."""
 _OF_DRAWING = "max_tokens stop_sequences stream temperature top_p top_k speed"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
 class PromptBody(EngineBody):
-    """What /v1/messages and /v1/messages/count_tokens share."""
+    """Fields that /v1/messages and /v1/messages/count_tokens share."""
 
     model_config = examples(_EXAMPLE)
 
@@ -65,7 +67,10 @@ class PromptBody(EngineBody):
 
     verdicts = VERDICTS
     nested = {
-        "thinking": (("type", "budget_tokens"), told("thoughts come as they are", "display")),
+        "thinking": (
+            ("type", "budget_tokens"),
+            reported("reasoning is returned unchanged", "display"),
+        ),
         "tool_choice": (("type", "name", "disable_parallel_tool_use"), {}),
         "output_config": (
             ("format", "effort"),
@@ -150,7 +155,7 @@ class PromptBody(EngineBody):
 class CountBody(PromptBody):
     """POST /v1/messages/count_tokens."""
 
-    verdicts = {**VERDICTS, **idle("nothing is drawn", _OF_DRAWING)}
+    verdicts = {**VERDICTS, **idle("no token is sampled", _OF_DRAWING)}
 
 
 class MessagesBody(PromptBody):
@@ -215,12 +220,12 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     ]
 
 
-def _result(told: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(told, str):
-        return told
-    if not isinstance(told, list):
+def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise RequestError(f"{where}: content must be a text or a list of blocks.", "messages")
-    return _joined([_part(block, where) for block in told])
+    return _joined([_part(block, where) for block in content])
 
 
 def _assistant(content: list[Any], places: list[str]) -> dict[str, Any]:
@@ -278,10 +283,12 @@ def _part(block: Any, where: str) -> dict[str, Any]:
             )
 
 
-def _texts(given: str | list[dict[str, Any]], where: str) -> str:
-    if isinstance(given, str):
-        return given
-    return "\n".join(_str(block, "text", f"{where}[{index}]") for index, block in enumerate(given))
+def _texts(content: str | list[dict[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        _str(block, "text", f"{where}[{index}]") for index, block in enumerate(content)
+    )
 
 
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -24,7 +24,7 @@ class AnthropicErrorDetail(BaseModel):
 
 
 class AnthropicError(BaseModel):
-    """What an error looks like."""
+    """Body of an error."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail

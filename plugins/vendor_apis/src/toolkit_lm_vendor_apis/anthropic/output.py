@@ -1,4 +1,4 @@
-"""What /v1/messages answers: a message, or the events that tell how it comes about."""
+"""Responses of /v1/messages: a message, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from toolkit_lm_server.chat import ChatAnswer
 from toolkit_lm_server.event_stream import NamedEvents, telling
-from toolkit_lm_server.generation import Piece
+from toolkit_lm_server.generation import ChoicePiece
 from toolkit_lm_server.segments import Segment, Segments, Step
 
 from toolkit_lm_vendor_apis.anthropic.errors import error_body
@@ -26,7 +26,7 @@ class Output:
     """A message on its way."""
 
     def __init__(self, answer: ChatAnswer, model: str, *, thinks: bool) -> None:
-        """`thinks`: reasoning is told."""
+        """`thinks`: the message shows reasoning."""
         self._answer = answer
         self._head = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -37,14 +37,16 @@ class Output:
         self._segments = Segments()
         self._thinks = thinks
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         """`choices`: those of the answer. It takes a while where they are large."""
-        self._segments.take(self._answer.whole(choices))
-        content = [self._block(one) for one in self._segments.all if self._is_told(one)]
+        self._segments.read_whole(self._answer.whole(choices))
+        content = [
+            self._block(segment) for segment in self._segments.all if self._is_reported(segment)
+        ]
         return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
 
     def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """In the order of Anthropic's streams."""
+        """Events of the stream, in the order of Anthropic's API."""
         return telling(self._events(), error_body)
 
     async def _events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -55,7 +57,7 @@ class Output:
                 events = [
                     event
                     for step in steps
-                    if self._is_told(step.segment)
+                    if self._is_reported(step.segment)
                     for event in _events(step, numbers)
                 ]
                 if events and not begun:
@@ -69,7 +71,7 @@ class Output:
             {"type": "message_stop"},
         ]
 
-    def _is_told(self, segment: Segment) -> bool:
+    def _is_reported(self, segment: Segment) -> bool:
         return self._thinks or segment.kind != "reasoning"
 
     def _start(self) -> dict[str, Any]:
@@ -92,12 +94,15 @@ class Output:
         reason = self._segments.finish_reason
         stop = self._segments.stop_reason
         if reason not in ("stop", "tool_calls"):
-            told = "max_tokens"
-        elif any(one.kind == "call" for one in self._segments.all):
-            told = "tool_use"
+            stop_reason = "max_tokens"
+        elif any(segment.kind == "call" for segment in self._segments.all):
+            stop_reason = "tool_use"
         else:
-            told = "stop_sequence" if isinstance(stop, str) else "end_turn"
-        return {"stop_reason": told, "stop_sequence": stop if told == "stop_sequence" else None}
+            stop_reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        return {
+            "stop_reason": stop_reason,
+            "stop_sequence": stop if stop_reason == "stop_sequence" else None,
+        }
 
     def _usage(self) -> dict[str, int]:
         usage = self._answer.usage()
@@ -114,7 +119,7 @@ def _events(step: Step, numbers: dict[int, int]) -> list[dict[str, Any]]:
     """`numbers`: by segment, the number of its block."""
     segment = step.segment
     place = {"index": numbers.setdefault(segment.number, len(numbers))}
-    match step.what:
+    match step.phase:
         case "begin":
             return [{"type": "content_block_start", **place, "content_block": _begun(segment)}]
         case "more":

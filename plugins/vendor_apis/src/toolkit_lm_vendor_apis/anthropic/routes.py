@@ -64,7 +64,7 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     kind = route_kind(router, AnthropicError, _refusal)
     messages = Messages(api)
     limits = described(404, 429, 504, kind=AnthropicError)
-    for path, handler, told in (
+    for path, handler, responses in (
         ("/v1/messages", messages.create, streams(AnthropicMessage, MessageEvent)),
         ("/v1/messages/count_tokens", messages.count_tokens, answers(TokenCount)),
     ):
@@ -73,7 +73,7 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
             handler,
             methods=["POST"],
             response_model=None,
-            responses=told | limits,
+            responses=responses | limits,
             route_class_override=kind,
         )
 

@@ -1,4 +1,4 @@
-"""What clients send to /v2/chat, and what it is as a chat completion."""
+"""Request body of /v2/chat, and its translation to chat completions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = {
     "chat_template_kwargs.enable_thinking": "thinking.type",
     **{theirs: ours for ours, theirs in _OTHERS.items()},
 }
-"""What a chat completion's fields are called here."""
+"""Names in Cohere's API, by field of chat completions."""
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("Cohere's API has no such field: ask /v1/chat/completions"),
@@ -44,7 +44,7 @@ VERDICTS: Verdicts = {
     **refused("use messages", "message chat_history preamble"),
     **refused("there are no tools that run on the server", "connectors search_queries_only"),
 }
-"""What becomes of other fields."""
+"""Treatment of all other fields."""
 _EXAMPLE = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "max_tokens": 8,
@@ -159,7 +159,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
             if any(part["type"] != "text" for part in parts)
             else "".join(part["text"] for part in parts)
         )
-    # What the model planned before its calls is a text of its own.
+    # The model's plan before its calls is a text of its own.
     return {
         **made,
         "content": content if content or message.get("tool_plan") is None else message["tool_plan"],
@@ -177,9 +177,9 @@ def _part(part: Any, where: str) -> dict[str, Any]:
             }
         case {"type": "document", "document": document}:
             data = document.get("data") if isinstance(document, dict) else None
-            told = data.get("text") if isinstance(data, dict) else data
-            if isinstance(told, str):
-                return {"type": "text", "text": told}
+            content = data.get("text") if isinstance(data, dict) else data
+            if isinstance(content, str):
+                return {"type": "text", "text": content}
     kind = part.get("type") if isinstance(part, dict) else None
     raise RequestError(
         f"{where}: a part of type {printable(repr(kind))} must be a text, an image_url, or a "

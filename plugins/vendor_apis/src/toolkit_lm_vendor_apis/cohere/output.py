@@ -1,4 +1,4 @@
-"""What /v2/chat answers: a message, or the events that tell how it comes about."""
+"""Responses of /v2/chat: a message, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from toolkit_lm_server.chat import ChatAnswer
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.event_stream import NamedEvents, telling
-from toolkit_lm_server.generation import Piece
+from toolkit_lm_server.generation import ChoicePiece
 from toolkit_lm_server.segments import Segment, Segments, Step
 
 _REASONS = {"length": "MAX_TOKENS", "timeout": "TIMEOUT", "tool_calls": "TOOL_CALL"}
@@ -26,15 +26,17 @@ class Output:
         self._segments = Segments()
         self._tells_logprobs = tells_logprobs
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         """`choices`: those of the answer. It takes a while where they are large."""
-        self._segments.take(self._answer.whole(choices))
+        self._segments.read_whole(self._answer.whole(choices))
         content = [
-            {"type": _TYPES[one.kind], _TYPES[one.kind]: one.text}
-            for one in self._segments.all
-            if one.kind != "call"
+            {"type": _TYPES[segment.kind], _TYPES[segment.kind]: segment.text}
+            for segment in self._segments.all
+            if segment.kind != "call"
         ]
-        calls = [_call(one, one.text) for one in self._segments.all if one.kind == "call"]
+        calls = [
+            _call(segment, segment.text) for segment in self._segments.all if segment.kind == "call"
+        ]
         message: dict[str, Any] = (
             {"role": "assistant"}
             | ({"content": content} if content else {})
@@ -50,7 +52,7 @@ class Output:
         }
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """In the order of Cohere's streams."""
+        """Events of the stream, in the order of Cohere's API."""
         numbers: dict[int, int] = {}
         message: dict[str, Any] = {
             "role": "assistant",
@@ -61,13 +63,17 @@ class Output:
         }
         yield [{"type": "message-start", "id": self._id, "delta": {"message": message}}]
         async with aclosing(
-            telling(self._told(numbers), lambda error: _ended(self._id, _failure(error)))
+            telling(
+                self._remaining_events(numbers), lambda error: _ended(self._id, _failure(error))
+            )
         ) as found:
             async for events in found:
                 yield events
 
-    async def _told(self, numbers: dict[int, int]) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """What comes after the beginning. Raises ApiError."""
+    async def _remaining_events(
+        self, numbers: dict[int, int]
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Events after the first one. Raises ApiError."""
         async with aclosing(self._segments.read(self._answer)) as found:
             async for steps in found:
                 yield [_event(step, numbers, self._tells_logprobs) for step in steps]
@@ -76,7 +82,7 @@ class Output:
     def _reason(self) -> str:
         reason = self._segments.finish_reason
         if reason == "stop":
-            has_calls = any(one.kind == "call" for one in self._segments.all)
+            has_calls = any(segment.kind == "call" for segment in self._segments.all)
             if has_calls:
                 return "TOOL_CALL"
             is_stopped = isinstance(self._segments.stop_reason, str)
@@ -96,7 +102,7 @@ class Output:
         }
 
     def _logprobs(self) -> list[dict[str, Any]]:
-        return [_logprob(one) for segment in self._segments.all for one in segment.logprobs]
+        return [_logprob(logprob) for segment in self._segments.all for logprob in segment.logprobs]
 
 
 def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[st
         numbers[segment.number] = len(numbers)
     place = {"index": numbers[segment.number]}
     if segment.kind == "call":
-        match step.what:
+        match step.phase:
             case "begin":
                 return {
                     "type": "tool-call-start",
@@ -119,7 +125,7 @@ def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[st
             case "end":
                 return {"type": "tool-call-end", **place}
     kind = _TYPES[segment.kind]
-    match step.what:
+    match step.phase:
         case "begin":
             return {
                 "type": "content-start",
@@ -148,8 +154,8 @@ def _call(segment: Segment, arguments: str) -> dict[str, Any]:
     }
 
 
-def _logprob(one: dict[str, Any]) -> dict[str, Any]:
-    return {"text": one["token"], "token_ids": [], "logprobs": [one["logprob"]]}
+def _logprob(logprob: dict[str, Any]) -> dict[str, Any]:
+    return {"text": logprob["token"], "token_ids": [], "logprobs": [logprob["logprob"]]}
 
 
 def _ended(name: str, delta: dict[str, Any]) -> dict[str, Any]:

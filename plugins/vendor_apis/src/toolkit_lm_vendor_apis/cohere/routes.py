@@ -22,7 +22,7 @@ from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 
 class CohereError(BaseModel):
-    """What an error looks like."""
+    """Body of an error."""
 
     message: str
 
@@ -88,14 +88,14 @@ class CohereChats:
 def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     """Adds the route."""
     kind = route_kind(router, CohereError, _refusal)
-    told = streams(CohereChat, CohereEvent) | described(404, 429, 504, kind=CohereError)
+    responses = streams(CohereChat, CohereEvent) | described(404, 429, 504, kind=CohereError)
     chats = CohereChats(api.chat)
     router.add_api_route(
         "/v2/chat",
         chats.create,
         methods=["POST"],
         response_model=None,
-        responses=told,
+        responses=responses,
         route_class_override=kind,
     )
 

@@ -1,4 +1,4 @@
-"""What clients send to Ollama's routes, and what it is as a chat or a completion."""
+"""Request bodies of Ollama's routes, and their translation to chats or completions."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _OPTIONS = {
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 OPTIONS: Verdicts = {
     **idle(
-        "it says how Ollama runs a model; here the server's options do",
+        "it configures how Ollama runs a model; here the server's options do",
         "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv kv_cache_type logits_all "
         "vocab_only use_mmap use_mlock num_thread "
         "num_keep embedding_only draft_num_predict",
     ),
-    **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
-    **refused("penalties are of all tokens", "penalize_newline", True),
+    **refused("penalties cover the whole context (-1)", "repeat_last_n", -1, qualifies=_PENALTIES),
+    **refused("penalties apply to all tokens", "penalize_newline", True),
     **refused("use top_p, min_p or typical_p", "tfs_z", 1),
 }
-"""What becomes of other options."""
+"""Treatment of all other options."""
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("write it into options"),
@@ -58,29 +58,29 @@ VERDICTS: Verdicts = {
         "truncate shift",
     ),
     **refused("ask /v1/chat/completions", "logprobs top_logprobs", 0),
-    **idle("the model stays", "keep_alive"),
+    **idle("the model stays loaded", "keep_alive"),
     **refused("answers are texts", "width height steps"),
-    **refused("prompts are not told", "_debug_render_only"),
+    **refused("prompts are not returned", "_debug_render_only"),
 }
-"""What becomes of other fields."""
+"""Treatment of all other fields."""
 NAMES = {
     "response_format": "format",
     "chat_template_kwargs.enable_thinking": "think",
     "reasoning_effort": "think",
     **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
 }
-"""What a chat completion's fields are called here."""
+"""Names in Ollama's API, by field of chat completions."""
 _TAG = ":latest"
 
 
 class NamedModel(EngineBody):
-    """What all routes take."""
+    """Fields that all routes take."""
 
     verdicts: ClassVar[Verdicts] = {
         **VERDICTS,
-        **idle("the card has all", "system template verbose"),
+        **idle("the model card has everything", "system template verbose"),
     }
-    nested = {"options": ((), {**OPTIONS, **idle("nothing is drawn", " ".join(_OPTIONS))})}
+    nested = {"options": ((), {**OPTIONS, **idle("no token is sampled", " ".join(_OPTIONS))})}
 
     options: dict[str, Any] | None = None
 
@@ -108,7 +108,7 @@ class _Generating(NamedModel):
     """"json", or a JSON schema."""
     stream: bool = True
     think: bool | str | None = None
-    """False: reasoning is not told."""
+    """False: reasoning is not shown."""
 
     def _fields(self) -> dict[str, Any]:
         # Whoever does not want a stream wants its durations.
@@ -159,7 +159,7 @@ class OllamaChatBody(_Generating):
     )
 
     messages: Items[dict[str, Any]] = []
-    """None: the model is loaded, which it is."""
+    """Messages of the chat. An empty list only asks to load the model, which is loaded already."""
     tools: Items[dict[str, Any]] | None = None
 
     def chat(self) -> dict[str, Any]:
@@ -168,7 +168,8 @@ class OllamaChatBody(_Generating):
         calls = _Calls()
         return fields | {
             "messages": [
-                calls.message(one, f"messages[{index}]") for index, one in enumerate(self.messages)
+                calls.message(message, f"messages[{index}]")
+                for index, message in enumerate(self.messages)
             ]
         }
 
@@ -190,7 +191,7 @@ class GenerateBody(_Generating):
     raw: bool = False
     """The prompt is taken as it is, without the chat template."""
     suffix: str | None = None
-    """What is to come after the answer: of a model that fills in the middle."""
+    """Text that follows the answer, for models that fill in the middle."""
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""

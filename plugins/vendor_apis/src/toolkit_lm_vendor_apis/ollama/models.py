@@ -1,4 +1,4 @@
-"""What is said of the models that are served."""
+"""Descriptions of the served models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEVER = "9999-12-31T00:00:00Z"
 
 
 class Models:
-    """Of one engine: all names are its model's."""
+    """Models of one engine: all names stand for its model."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
@@ -31,7 +31,7 @@ class Models:
         return {"models": [self._entry(name) for name in self._engine.config.served_model_names]}
 
     def running(self) -> dict[str, Any]:
-        """The same: they are loaded."""
+        """The loaded models, which are all served models."""
         more = {
             "expires_at": _NEVER,
             "size_vram": 0,
@@ -40,7 +40,7 @@ class Models:
         return {"models": [entry | more for entry in self.tags()["models"]]}
 
     def card(self) -> dict[str, Any]:
-        """What the model is, and what it can do."""
+        """Description of the model and its abilities."""
         config = self._engine.config
         family = self._family
         info: dict[str, Any] = {

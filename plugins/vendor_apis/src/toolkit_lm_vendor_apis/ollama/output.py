@@ -1,4 +1,4 @@
-"""What /api/chat and /api/generate answer: one object, or lines of them."""
+"""Responses of /api/chat and /api/generate: one object, or one per line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Clock:
         self._first = time.perf_counter_ns()
 
     def figures(self, usage: Mapping[str, Any]) -> dict[str, int]:
-        """At the end. `usage`: as chat completions have it."""
+        """Counts and durations for the end of an answer. `usage`: in the form of chat
+        completions."""
         end = time.perf_counter_ns()
         return {
             "total_duration": end - self._start,
@@ -42,7 +43,7 @@ class Clock:
         }
 
 
-class Parts(Protocol):
+class AnswerParts(Protocol):
     """An answer on its way: what is new, in Ollama's form, then why it ended."""
 
     @property
@@ -53,11 +54,11 @@ class Parts(Protocol):
     def usage(self) -> dict[str, Any]: ...
 
 
-class ChatParts:
-    """Of a chat: parts of a message."""
+class ChatAnswerParts:
+    """Parts of a chat's message."""
 
     def __init__(self, answer: ChatAnswer, *, thinks: bool) -> None:
-        """`thinks`: reasoning is told."""
+        """`thinks`: the message shows reasoning."""
         self._answer = answer
         self._segments = Segments()
         self._thinks = thinks
@@ -74,7 +75,7 @@ class ChatParts:
                 yield [part for step in steps if (part := self._part(step))]
 
     def _part(self, step: Step) -> dict[str, Any]:
-        match step.segment.kind, step.what:
+        match step.segment.kind, step.phase:
             case "text", "more":
                 return {"content": step.text}
             case "reasoning", "more" if self._thinks:
@@ -84,8 +85,8 @@ class ChatParts:
         return {}
 
 
-class TextParts:
-    """Of a plain completion: parts of a text."""
+class CompletionParts:
+    """Parts of a plain completion's text."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -104,7 +105,7 @@ class TextParts:
 class Output:
     """Objects of Ollama's."""
 
-    def __init__(self, model: str, parts: Parts, clock: Clock, *, is_chat: bool) -> None:
+    def __init__(self, model: str, parts: AnswerParts, clock: Clock, *, is_chat: bool) -> None:
         self._model = model
         self._parts = parts
         self._clock = clock
@@ -119,7 +120,7 @@ class Output:
 
     @property
     def is_large(self) -> bool:
-        """What was read takes a while to make an object of."""
+        """Whether the response is so large that building its object takes noticeable time."""
         return len(self._read) > _LARGE
 
     def whole(self) -> dict[str, Any]:
@@ -146,12 +147,12 @@ class Output:
 
     def _object(self, part: dict[str, Any]) -> dict[str, Any]:
         if self._is_chat:
-            said: dict[str, Any] = {"message": {"role": "assistant", **part}}
+            fields: dict[str, Any] = {"message": {"role": "assistant", **part}}
         else:
-            said = {"response": part["content"]} | (
+            fields = {"response": part["content"]} | (
                 {"thinking": part["thinking"]} if "thinking" in part else {}
             )
-        return {"model": self._model, "created_at": now(), **said}
+        return {"model": self._model, "created_at": now(), **fields}
 
     def _end(self) -> dict[str, Any]:
         reason = "stop" if self._parts.finish_reason in ("stop", "tool_calls") else "length"
@@ -159,7 +160,7 @@ class Output:
 
 
 def now() -> str:
-    """As Ollama writes it."""
+    """The current time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -29,7 +29,13 @@ from toolkit_lm_vendor_apis.ollama.body import (
     ShowBody,
 )
 from toolkit_lm_vendor_apis.ollama.models import Models
-from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output, TextParts, now
+from toolkit_lm_vendor_apis.ollama.output import (
+    ChatAnswerParts,
+    Clock,
+    CompletionParts,
+    Output,
+    now,
+)
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ class Ollama:
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         clock.first()
-        output = Output(self._named(body), TextParts(reply), clock, is_chat=False)
+        output = Output(self._named(body), CompletionParts(reply), clock, is_chat=False)
         return await _sent(output, reply, stream=body.stream)
 
     async def _chat(
@@ -80,7 +86,7 @@ class Ollama:
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         clock.first()
-        parts = ChatParts(reply, thinks=body.think is not False)
+        parts = ChatAnswerParts(reply, thinks=body.think is not False)
         return await _sent(
             Output(self._named(body), parts, clock, is_chat=isinstance(body, OllamaChatBody)),
             reply,
@@ -96,12 +102,16 @@ class Ollama:
         figures = clock.figures(
             {"prompt_tokens": usage(outputs)["prompt_tokens"], "completion_tokens": 0}
         )
-        told = {
+        responses = {
             name: figures[name] for name in ("total_duration", "load_duration", "prompt_eval_count")
         }
         model = self._named(body)
         return await answer(
-            lambda: {"model": model, "embeddings": (_vector(output) for output in outputs), **told}
+            lambda: {
+                "model": model,
+                "embeddings": (_vector(output) for output in outputs),
+                **responses,
+            }
         )
 
     async def old_embed(self, body: OldEmbedBody, request: Request) -> Response:
@@ -110,7 +120,7 @@ class Ollama:
         return await answer(lambda: {"embedding": _vector(output)})
 
     async def show(self, body: ShowBody) -> dict[str, Any]:
-        """What the model is, and what it can do."""
+        """Description of the model and its abilities."""
         self._api.engines[body.name]
         return self._models.card()
 
@@ -118,16 +128,16 @@ class Ollama:
         self,
         body: NamedModel,
         request: Request,
-        given: Any,
+        given_texts: Any,
         field: str,
         cut: bool,
         dimensions: int | None,
     ) -> list[PoolingRequestOutput]:
         engine = self._api.engines[body.name]
-        texts = read_texts(given, field, self._api.options.max_inputs)
+        texts = read_texts(given_texts, field, self._api.options.max_inputs)
         names = (
             [field]
-            if isinstance(given, str)
+            if isinstance(given_texts, str)
             else [f"{field}[{index}]" for index in range(len(texts))]
         )
         params = PoolingParams(task="embed", dimensions=dimensions)
@@ -182,13 +192,13 @@ def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None
         ("/api/show", ollama.show, schemas.OllamaCard, {}),
     ]
     for path, handler, made, content in posts:
-        told: dict[int | str, dict[str, Any]] = {200: {"model": made, "content": content}}
+        responses: dict[int | str, dict[str, Any]] = {200: {"model": made, "content": content}}
         router.add_api_route(
             path,
             handler,
             methods=["POST"],
             response_model=None,
-            responses=told | limits,
+            responses=responses | limits,
             route_class_override=kind,
         )
     gets: list[tuple[str, Callable[..., Any], type]] = [

@@ -1,4 +1,4 @@
-"""What answers look like, for the description of the API."""
+"""Response schemas for the API's description."""
 
 from __future__ import annotations
 
