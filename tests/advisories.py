@@ -50,11 +50,11 @@ ADVISORIES = (
     Advisory("transformers", "5.3.0", "CVE-2026-4372"),
     Advisory("uvicorn", "0.11.7", "CVE-2020-7694"),
 )
-"""Of packages that a distribution requires."""
+"""Advisories on packages that a distribution requires."""
 
 
 def requirements(root: Path) -> Iterator[tuple[str, Requirement]]:
-    """What each distribution requires, optional or not, with the file that says so."""
+    """Requirements of each distribution, optional or not, with the file that states them."""
     for file in sorted(
         {
             root / "pyproject.toml",
@@ -85,7 +85,7 @@ def lowest(requirement: Requirement) -> Version | None:
 
 
 def problems(advisories: Iterable[Advisory], root: Path = ROOT) -> list[str]:
-    """Where a vulnerable version is allowed or installed."""
+    """Places where a vulnerable version is allowed or installed."""
     found = []
     required = [(file, one, canonicalize_name(one.name)) for file, one in requirements(root)]
     for package, fixed, name in advisories:

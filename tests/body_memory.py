@@ -1,7 +1,9 @@
 """Sends the largest bodies of each route to an app over `tiny`, and prints what the process took
 for each as JSON.
 
-usage: python tests/body_memory.py generate|embed
+usage: python tests/body_memory.py generate|embed [all]
+
+Without `all`, routes that take what another one takes get every second of their bodies.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from toolkit_lm import AsyncLLM
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.garbage import _trim
+from toolkit_lm_server.json_body import Bodies
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.route import Bodies
 from toolkit_lm_serving.budget import CostBudget
 
 SLACK = 16 * 2**20
@@ -43,7 +45,8 @@ def talk(text: str) -> list[dict[str, Any]]:
 
 
 def bodies() -> dict[str, list[dict[str, Any]]]:
-    """By route: a long text, texts or messages that are many, and what is refused for its size."""
+    """Bodies by route: a long text, many texts or messages, and bodies that are refused for their
+    size."""
     texts = [LARGE, SPACED, PIECES, TOO_LARGE]
     many = talk("a") * MANY
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]
@@ -103,6 +106,18 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+WHOLE = ("/v1/chat/completions", "/v1/embeddings", "/v1/messages/count_tokens")
+"""Routes that get all of their bodies in any case."""
+
+
+def sampled(given: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Every second body of each route, from the first or from the second on in turns."""
+    return {
+        path: of_path if path in WHOLE or len(of_path) == 1 else of_path[number % 2 :: 2]
+        for number, (path, of_path) in enumerate(given.items())
+    }
+
+
 class Estimate:
     """The bytes that the server expects to hold, at most at a time."""
 
@@ -139,7 +154,11 @@ class Estimate:
 
 def shortened(value: Any) -> Any:
     """For a request before the one that is measured: what is made once is there then."""
-    return value[:1] if isinstance(value, str | list) and len(value) > 16 else value
+    if isinstance(value, dict):
+        return {name: shortened(part) for name, part in value.items()}
+    if isinstance(value, str | list) and len(value) > 16:
+        value = value[:1]
+    return [shortened(part) for part in value] if isinstance(value, list) else value
 
 
 def memory(name: str) -> int:
@@ -149,10 +168,10 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-async def measure(convert: str) -> dict[str, Any]:
+async def measure(convert: str, *, is_whole: bool) -> dict[str, Any]:
     estimate = Estimate()
     trim = _trim()
-    given = bodies()
+    given = bodies() if is_whole else sampled(bodies())
     options = {} if convert == "generate" else {"convert": convert}
     engine = AsyncLLM(VllmConfig.make(model="tiny", **options))
     try:
@@ -171,13 +190,7 @@ async def measure(convert: str) -> dict[str, Any]:
             for path in routes:
                 for number, body in enumerate(given.get(path, ())):
                     content = json.dumps(body, ensure_ascii=False).encode()
-                    small = {
-                        name: value[:1]
-                        if isinstance(value, str | list) and len(value) > 16
-                        else value
-                        for name, value in body.items()
-                    }
-                    await client.post(path, json=small)
+                    await client.post(path, json=shortened(body))
                     gc.collect()
                     trim(0)
                     Path("/proc/self/clear_refs").write_text("5")
@@ -205,4 +218,4 @@ async def measure(convert: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(measure(sys.argv[1]))))
+    print(json.dumps(asyncio.run(measure(sys.argv[1], is_whole="all" in sys.argv[2:]))))

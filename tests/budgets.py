@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "toolkit_lm"
 SOURCES = ("core/src", "libs/*/src", "plugins/*/src", "contrib_*/*/src")
 
-CORE_TOKENS = 136_000
+CORE_TOKENS = 144_500
 """Tokens that core may have. Tokens, since a budget of lines pays for dense ones."""
 LINE_TOKENS = 8.5
 """Tokens that a line of core may have, in the mean over all lines that have any."""
@@ -34,7 +34,7 @@ CLASS_METHODS = 20
 WIDE_CLASSES = {
     "plugins/devkit/src/toolkit_lm_devkit": "a class of the conformance kit has a method a test",
 }
-"""By folder, why its classes may have more methods."""
+"""Reasons for classes with more methods, by folder."""
 FUNCTION_LINES = 60
 """Lines that a function may have, with its signature and docstring, without its decorators."""
 LONG_FUNCTIONS = {
@@ -42,7 +42,7 @@ LONG_FUNCTIONS = {
         "a kernel of Triton is compiled as a whole, and keeps what it loads in registers"
     ),
 }
-"""By folder, why its functions may be longer."""
+"""Reasons for longer functions, by folder."""
 LINE_COLUMNS = 100
 """Characters that a line may have. Ruff counts those of Python."""
 LANGUAGES = frozenset({".c", ".h", ".js", ".css", ".html", ".svg", ".in"})

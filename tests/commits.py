@@ -22,11 +22,11 @@ BASE = "985aab4eeb353e2a95f7954eca802b3f52817620"
 LONGEST = 72
 """Characters of a subject. Lists of commits cut longer ones."""
 OTHER_ROOMS = ("ci", "lint", "all")
-"""Rooms that are no folders. "all": what changes every room in the same way."""
+"""Rooms without a folder. "all": what changes every room in the same way."""
 FOLDERS = ("*", "core/src/toolkit_lm/*")
 """Folders that are rooms, and core's modules. So is the folder of each distribution."""
 OPENINGS = ("fixup! ", "squash! ")
-"""What git puts before the subject of a commit that is to be melted into another."""
+"""Prefixes that git puts before the subject of a commit that is to be squashed into another."""
 NO_VERB_FORMS = re.compile(r"(?!\w*eed$|embed$|shed$|\w*(?:br|p|r)ing$)\w+(?:ing|ed)")
 THIRD_PERSON = re.compile(r"(?!focus$|bias$|alias$|canvas$)\w*[^\Ws]s")
 
@@ -93,7 +93,7 @@ def output(*command: str) -> str:
 
 
 def faults(subject: str, rooms: set[str]) -> Iterator[str]:
-    """What is wrong with a subject."""
+    """Faults of a subject."""
     for opening in OPENINGS:
         subject = subject.removeprefix(opening)
     if len(subject) > LONGEST:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,29 @@ from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_devkit import assert_same_logits, assert_same_tokens, make_checkpoint
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """A function (name), after which a plugin of tests/plugins is there in other processes too, as
+    if pip had installed it."""
+
+    def installed(name: str) -> None:
+        folder = Path(__file__).parent / "plugins" / name
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        site = tmp_path / "site" / name
+        info = site / f"{project['name'].replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n"
+        )
+        entries = [f"{one} = {two}\n" for one, two in project["entry-points"]["toolkit_lm"].items()]
+        (info / "entry_points.txt").write_text("[toolkit_lm]\n" + "".join(entries))
+        for path in (folder, site):
+            monkeypatch.syspath_prepend(path)
+            monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+
+    return installed
 
 
 @pytest.fixture(scope="session")

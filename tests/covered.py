@@ -43,7 +43,7 @@ def lines_of_distributions(files: dict[str, Any]) -> tuple[Counter[str], Counter
 
 
 def table(lines: Counter[str], run: Counter[str]) -> str:
-    """As Markdown: the least covered first, and a last row for all."""
+    """Table in Markdown: the least covered first, and a last row for all."""
     shares = sorted((run[name] / max(count, 1), name) for name, count in lines.items())
     rows = [f"| {share:.1%} | {lines[name]:,} | {name} |" for share, name in shares]
     total = f"| {run.total() / lines.total():.1%} | {lines.total():,} | in all |"

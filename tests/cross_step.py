@@ -12,6 +12,7 @@ import torch
 from toolkit_lm.attention import (
     Attention,
     AttentionBackend,
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchLimits,
@@ -152,13 +153,10 @@ class CrossStep:
             encoder for encoder in range(len(self.encoders)) if encoder not in self.written
         ]:
             meta = backend.build(self._batch([(1, encoder) for encoder in earlier], earlier))
-            backend.write_kv(
-                params,
-                self._brought(self.k, earlier),
-                self._brought(self.v, earlier),
-                kv_cache,
-                meta,
-            )
+            k = self._brought(self.k, earlier)
+            v = self._brought(self.v, earlier)
+            no_queries = self.q[0][:0]
+            backend.write_kv(AttentionCall(params, no_queries, k, v, kv_cache, meta, no_queries))
         q = torch.cat(
             [*self.q, torch.full((self.padding, *self.q[0].shape[1:]), torch.nan, dtype=self.dtype)]
         )

@@ -1,4 +1,5 @@
-"""Where the tests' time goes: durations.py FILE. FILE is what a run wrote under TOOLKIT_DURATIONS.
+"""Prints where the tests' time goes: durations.py FILE. A run writes FILE if TOOLKIT_DURATIONS
+names it.
 
 Prints Markdown tables of seconds. `durations.py FILE --long` prints what belongs into
 tests/long.txt, from a run of all tests on a machine that does nothing else.

@@ -44,7 +44,7 @@ _PROPERTIES = {
     Tensor.is_meta.__get__: False,
 }
 _WHOLE = {aten.scaled_dot_product_attention, aten.where}
-"""Of several parts, which would make tensors of "meta"."""
+"""Composite operations that would make tensors of "meta" if decomposed."""
 _WAITS = {
     aten.nonzero,
     aten.equal,
@@ -54,7 +54,8 @@ _WAITS = {
     aten._local_scalar_dense,
     aten.item,
 }
-"""What no stream can do late: the host needs the numbers, or the result's shape depends on them."""
+"""Operations that no stream can postpone: the host needs the numbers, or the result's shape depends
+on them."""
 
 
 class CudaTensor(Tensor):
@@ -116,7 +117,7 @@ class FakeCuda(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        """What has made the host wait for the stream."""
+        """Operations that made the host wait for the stream."""
         self.uploads: list[torch.Size] = []
         """Shapes of what was copied to the device."""
         self.calls: list[str] = []
@@ -209,7 +210,7 @@ class FakeCuda(TorchFunctionMode):
         return any(one.untyped_storage().data_ptr() == storage for one in self._pinned)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a kernel would do, late."""
+        """Runs an operation later, like a kernel."""
         if (
             func.overloadpacket not in _WHOLE
             and (parts := func.decompose(*args, **kwargs)) is not NotImplemented
@@ -283,7 +284,7 @@ class FakeCuda(TorchFunctionMode):
 
 
 class CurrentDevice:
-    """As torch.cuda.device: which GPU is each thread's current one."""
+    """Stand-in for torch.cuda.device: the current GPU of each thread."""
 
     of_thread = threading.local()
 
@@ -304,7 +305,7 @@ class CurrentDevice:
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Stand-in for torch.cuda.Event."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

@@ -182,7 +182,7 @@ class Server:
         return httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60)
 
     def figures(self) -> dict[str, float]:
-        """By name, with the labels but for the model's."""
+        """Metrics by name, with the labels except the model's."""
         text = (
             self.get("/metrics")
             .text.replace('model_name="tiny",', "")

@@ -1,5 +1,5 @@
-"""What listens in a process and its descendants, and who can connect: read from /proc, and
-tried."""
+"""Finds the listening sockets of a process and its descendants, and who can connect: read from
+/proc, and tried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 _ACCEPTS = 0x10000
-"""Of a unix socket's flags: it listens."""
+"""Flag of a unix socket that listens."""
 NOBODY = "nobody"
 USER = "this user"
 MACHINE = "all users of the machine"
@@ -33,7 +33,7 @@ class Listener(NamedTuple):
 
 
 def listeners(roots: list[psutil.Process]) -> list[Listener]:
-    """Those of the processes and of all that they have started."""
+    """Listening sockets of the processes and of all their descendants."""
     found = []
     for process in {one for root in roots for one in (root, *root.children(recursive=True))}:
         with suppress(psutil.NoSuchProcess):

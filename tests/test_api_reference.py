@@ -33,8 +33,7 @@ def shown() -> dict[str, Path]:
 
 
 def public_names(module: str) -> list[str]:
-    """What `__all__` lists; in a module without one, what is defined there without an
-    underscore."""
+    """Names in `__all__`; for a module without one, its own names without an underscore."""
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return sorted(loaded.__all__)

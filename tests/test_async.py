@@ -224,8 +224,7 @@ class TestAborts:
         run(body())
 
     def test_an_id_may_be_used_again_at_once(self, engine):
-        """What the engine said of the first one before it heard of its end is not taken for the
-        second's."""
+        """Outputs of the first request that arrive late are not taken for the second's."""
 
         async def body():
             expected = (await ask(engine, "xyz")).token_ids

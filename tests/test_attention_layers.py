@@ -1,5 +1,5 @@
-"""What the layers of a step share, an attention backend makes once: where their keys and values go
-in the cache."""
+"""State shared by the layers of a step is made once by an attention backend: the cache slots of
+their keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from fake_cuda import FakeCuda
 from flashinfer_stand_in import StandInBackend
 from stand_in_kernel import GATHERING, PAGING, backend_of
-from toolkit_lm.attention import AttentionBackend, AttentionType, BatchView
+from toolkit_lm.attention import AttentionBackend, AttentionCall, AttentionType, BatchView
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_cpu.library import refusal
@@ -79,10 +79,10 @@ def with_two_layers(backend: type[AttentionBackend], made: MadeIntegers) -> type
     """Writes what each layer keeps twice, and counts the second time."""
 
     class Twice(backend):  # type: ignore[misc, valid-type]
-        def write_kv(self, *args: Any) -> None:
-            super().write_kv(*args)
+        def write_kv(self, call: AttentionCall) -> None:
+            super().write_kv(call)
             with made:
-                super().write_kv(*args)
+                super().write_kv(call)
 
     return Twice
 
@@ -136,12 +136,6 @@ def batch_of(rows: list[tuple[int, int]], device: str) -> BatchView:
     return step._batch(queries, keys, [k - q for q, k in rows], table, slots)
 
 
-def test_xformers_finds_the_slots_once() -> None:
-    meta = layout.Metadata(batch_of([(3, 3), (20, 30)], "cpu"), None)
-    assert meta.slots(16) is meta.slots(16)
-    assert meta.slots(16)[15:18].tolist() == [15, 32, 33] and meta.slots(8)[7:9].tolist() == [7, 16]
-
-
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("batch", sorted(BATCHES.keys() - {"prefill"}))
 @pytest.mark.parametrize("name", ["flash_attn", "xformers"])
@@ -185,8 +179,8 @@ def test_what_sdpa_sends_is_little_and_waits_for_nothing(batch: str, kind: str) 
             cuda.uploads.clear()
             return super().build(view)
 
-        def forward(self, *args: Any) -> None:
-            super().forward(*args)
+        def forward(self, call: AttentionCall) -> None:
+            super().forward(call)
             assert not cuda.waits
             # Numbers of rows, and not of keys.
             assert kind == "encoder" or sum(size.numel() for size in cuda.uploads) <= 4 * len(rows)

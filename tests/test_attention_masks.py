@@ -47,7 +47,7 @@ BACKENDS = {
     "xformers' pages": materialized_masks.backend_of(16),
     "triton": TritonBackend,
 }
-"""Those that need a GPU also with stand-ins for their kernels, which run on a CPU."""
+"""Backends; those that need a GPU also with stand-ins for their kernels, which run on a CPU."""
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 DECODER_BATCHES = ["prefill", "chunked prefill", "decode", "mixed"]
 KINDS = [*DECODER_BATCHES, "uncached", "encoder", "cross"]
@@ -69,7 +69,7 @@ DTYPES = ["float32", "bfloat16"]
 UNCACHED = ("uncached", "encoder")
 MOST_KEYS = 50
 WITHOUT = {"cross": ("window", "bias", "spans"), "encoder": ("spans",)}
-"""What makes no sense for some kinds."""
+"""Features that make no sense for some kinds."""
 CASES = [
     (kind, name)
     for kind in KINDS
@@ -294,7 +294,7 @@ def test_spans_are_refused_where_they_are_not_computed(backend, kind) -> None:
 
 
 def span_step(name: str) -> AttentionStep:
-    """Of six tokens, after three. The test is skipped where the backend cannot run it."""
+    """Step of six tokens after three. The test is skipped if the backend cannot run it."""
     step = AttentionStep(BACKENDS[name], [(6, 9)], spans=True)
     if (
         refusal := step.backend.refuses(step.layer.attention_spec(torch.device("cpu"), cached=True))
@@ -347,7 +347,8 @@ def test_the_selector_prefers_what_has_run_and_is_fastest(registry) -> None:
 
 
 def test_nothing_that_no_gpu_has_run_goes_before_the_references() -> None:
-    """Of all that is installed: what does not refuse GPUs altogether, be one here or not."""
+    """All installed backends are checked, except those that refuse GPUs altogether, with or without
+    a GPU here."""
     plugins = Plugins.load()
     spec = msgspec.structs.replace(
         make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda"

@@ -194,7 +194,7 @@ def lasting(seconds: int) -> bytes:
 
 
 BAD = {
-    "audio 2: it is no recording of a known format": chat(sound(0.3), b"no recording"),
+    "audio 2: it is not a recording of a known format": chat(sound(0.3), b"no recording"),
     "audio 1: it is empty": chat(b""),
     "audio 1: it has no samples": chat(file_of(np.zeros(0))),
     "audio 1: it is a truncated WAV": chat(sound(0.3)[:-50], sound(0.3)),
@@ -266,7 +266,7 @@ async def test_the_operators_bound_of_seconds(model):
 
 @pytest.mark.anyio
 async def test_responses_take_recordings(model):
-    """As chats do: the same prompt."""
+    """Responses take recordings like chats: the prompt is the same."""
     async with AsyncExitStack() as stack:
         _, client = await client_of(stack, model)
         part = spoken(sound(0.6, 1), format="wav")
@@ -284,5 +284,5 @@ async def test_responses_take_recordings(model):
         refused = await client.post("/v1/responses", json=asked)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(
-            "audio 1: it is no recording of a known format"
+            "audio 1: it is not a recording of a known format"
         )

@@ -16,13 +16,17 @@ NO_BODIES = {"/ping", "/reset_prefix_cache", "/v1/responses/{response_id}/cancel
 """Routes whose handlers read no body."""
 
 
-@pytest.fixture(scope="module", params=["generate", "embed"])
+@pytest.fixture(
+    scope="module",
+    params=["generate", "embed"]
+    + [pytest.param(f"{one} all", marks=pytest.mark.nightly) for one in ("generate", "embed")],
+)
 def measured(request) -> dict:
-    """By route and body: peak and estimate in bytes, and the status. Measured in a process of its
+    """Peak and estimate in bytes, and the status, by route and body. Measured in a process of its
     own."""
     script = Path(__file__).with_name("body_memory.py")
     done = subprocess.run(
-        [sys.executable, script, request.param],
+        [sys.executable, script, *request.param.split()],
         capture_output=True,
         text=True,
         timeout=500,

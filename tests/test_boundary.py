@@ -1,5 +1,5 @@
-"""What a plugin's code does wrong is said in its name, wherever the engine meets it: distribution,
-file and line, cause, chained."""
+"""Errors in a plugin's code name the plugin, wherever the engine meets them: distribution, file and
+line, cause, chained."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def test_a_step_that_fails_names_the_plugin_in_the_output():
 
 
 class Wrong:
-    """What plugins get wrong that has no line of theirs in the traceback: arguments that are not
-    theirs, results that are none."""
+    """Errors of plugins without a line of theirs in the traceback: wrong arguments, and wrong
+    results."""
 
     class Arguments(SdpaBackend):
         def __init__(self):
@@ -220,7 +220,7 @@ MODULES = {
         "OSError('no licence')\n"
     ),
 }
-"""What may be wrong with the module of a target."""
+"""Possible faults of the module of a target."""
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_line_of_another_language_over_its_budget_is_an_error(budget, capsys):
 
 
 def test_the_lines_of_each_language_are_counted():
-    """What is no Python, and no data, has its ending in LANGUAGES."""
+    """Source files other than Python and data have their ending in LANGUAGES."""
     data = {".jinja", ".json", ".safetensors", ".so", ".pyc", ".typed"}
     known = budgets.LANGUAGES | data | {".py", ".pyi"}
     folders = [folder for pattern in budgets.SOURCES for folder in budgets.ROOT.glob(pattern)]

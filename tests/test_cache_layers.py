@@ -77,11 +77,16 @@ class SidewaysBackend(SdpaBackend):
     def __init__(self, setup):
         super().__init__(replace(setup, layers=[of_decoder(spec) for spec in setup.layers]))
 
-    def write_kv(self, layer, *args):
-        super().write_kv(replace(layer, attention_type=AttentionType.DECODER), *args)
+    def write_kv(self, call):
+        super().write_kv(as_decoder(call))
 
-    def forward(self, layer, *args):
-        super().forward(replace(layer, attention_type=AttentionType.DECODER), *args)
+    def forward(self, call):
+        super().forward(as_decoder(call))
+
+
+def as_decoder(call):
+    layer = replace(call.layer, attention_type=AttentionType.DECODER)
+    return msgspec.structs.replace(call, layer=layer)
 
 
 class SidewaysAttention(LlamaAttention):

@@ -22,7 +22,7 @@ WIDTH = 140
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with the files of a folder of fragments, with their names."""
+    """Faults of the files in a folder of fragments, with the files' names."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.name in NO_FRAGMENTS:

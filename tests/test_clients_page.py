@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def test_the_page_of_clients_is_up_to_date():
-    """`make test-clients` writes it, where all have passed."""
+    """Its generator writes it by hand, never a test: tests change no tracked file."""
     spec = importlib.util.spec_from_file_location(
         "clients_page", Path(__file__).parent / "clients" / "page.py"
     )

@@ -206,7 +206,8 @@ def test_a_long_conversation_begins_anew(where, request):
 @pytest.mark.filterwarnings("ignore:plugin 'xformers'")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_explain_says_that_no_gpu_has_run_what_it_names(monkeypatch, device):
-    """As on a machine with a GPU. What no GPU has run is not chosen there, be it able or not."""
+    """On a machine with a GPU, backends that no GPU has run are not chosen, even if they are
+    able."""
     monkeypatch.setattr(
         explanation, "resolve_device", lambda config: resolve_device(config).replace(device=device)
     )
@@ -257,7 +258,7 @@ def test_help_imports_nothing_heavy():
     [
         (["generate", "nowhere", "--prompts", "x.txt", "--out", "y.jsonl"], (1, 2), "x.txt"),
         (["chat", "tinny", "--message", "x"], (1,), "Did you mean 'tiny'?"),
-        (["chat", "tiny", "--message", "x", "--block-size", "0"], (2,), "block_size"),
+        (["chat", "tiny", "--message", "x", "--block-size", "0"], (2,), "--block-size"),
         (["chat", "tiny", "--message", "x", "--plugins", "no_such"], (1,), "no_such"),
         (["chat", "tiny", "--message", "x", "--attention-backend", "flash"], (1, 2), "flash"),
         (["chat", "tiny", "--message", "x", "--max-model-len", "100000"], (2,), "100000"),

@@ -1,7 +1,9 @@
-"""What conformance classes of models, KV kinds and drafters find wrong, and that
-TransformersConformance compares with what it should."""
+"""Faults that the conformance classes of models, KV kinds and drafters find, and that
+TransformersConformance compares with the right reference."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -262,6 +264,42 @@ def test_a_trait_that_is_no_boolean_is_found(trait):
         kit.test_its_traits_are_booleans(spec)
 
 
+class Unsure(FullSpec, frozen=True, kw_only=True, tag="unsure"):
+    """It keeps snapshots of what needs none."""
+
+
+class Beyond(Unsure, frozen=True, kw_only=True, tag="beyond"):
+    caches_prefixes: ClassVar[bool] = False
+
+    def stops_at(self, start, num_prompt_tokens, border):
+        return start + border
+
+
+class Between(Beyond, frozen=True, kw_only=True, tag="between"):
+    def stops_at(self, start, num_prompt_tokens, border):
+        return start + 1 if start < num_prompt_tokens else 0
+
+
+class Never(Beyond, frozen=True, kw_only=True, tag="never"):
+    def stops_at(self, start, num_prompt_tokens, border):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Unsure, "caches_prefixes is True"),
+        (Beyond, "which the step does not reach"),
+        (Between, "is 1, which is no border"),
+        (Never, "no snapshot is ever kept"),
+    ],
+)
+def test_snapshots_that_nobody_can_use_are_found(kind, message):
+    kit, spec = kind_of(kind, snapshots=4)
+    with pytest.raises(AssertionError, match=message):
+        kit.test_snapshots_are_kept_at_borders(spec)
+
+
 @pytest.mark.parametrize("size", [0, 64.0, -4, None])
 def test_a_page_without_bytes_is_found(size):
     class Empty(FullSpec, frozen=True, kw_only=True, tag="empty"):
@@ -457,7 +495,7 @@ class Neighbour(Repeat):
 
 
 class Useless(Drafter):
-    """Its drafts are no tokens that anybody would draw."""
+    """Its drafts are tokens that are never drawn."""
 
     def propose(self, token_ids):
         return [(int(token_ids[-1]) + 137) % 272]

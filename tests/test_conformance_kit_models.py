@@ -1,5 +1,4 @@
-"""What the kit finds wrong with models and linear methods, and good models of unusual kinds, which
-pass."""
+"""Faults that the kit finds in models and linear methods, and unusual good models, which pass."""
 
 from __future__ import annotations
 
@@ -243,9 +242,7 @@ class HybridForCausalLM(Model):
         return self.lm_head(hidden_states)
 
 
-HYBRID = Registering(
-    "HybridForCausalLM", f"{__name__}:HybridForCausalLM", length_keys=(), caches_prefixes=False
-)
+HYBRID = Registering("HybridForCausalLM", f"{__name__}:HybridForCausalLM", length_keys=())
 
 
 class TestHybrid(ModelConformance):
@@ -367,7 +364,7 @@ class MeanForCausalLM(Model):
 
 
 class TestPagedCacheLayer(ModelConformance):
-    """A layer that is no attention and keeps pages of every token: memory grows, and ranks and
+    """A layer other than attention that keeps pages of every token: memory grows, and ranks and
     stages are compared."""
 
     plugins = [Registering("MeanForCausalLM", f"{__name__}:MeanForCausalLM")]

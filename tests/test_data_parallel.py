@@ -84,7 +84,7 @@ def prompts(count: int) -> list[str]:
 
 
 def said(output: RequestOutput) -> list[Any]:
-    """What one engine and several must agree on."""
+    """Results on which one engine and several must agree."""
     assert output.error is None
     known = [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
     logprobs = [
@@ -153,7 +153,7 @@ def test_two_engines_give_what_one_gives(alone, two, watch, kind):
     expected = list(map(said, alone.generate(given, KINDS[kind], use_tqdm=False)))
     assert list(map(said, two.generate(given, KINDS[kind], use_tqdm=False))) == expected
     assert {event.engine for event in watch.events} == {0, 1}
-    # What the engine says to ends that the front has found comes later.
+    # The engine's reply to ends that the front has found comes later.
     end = time.monotonic() + 10
     while watch.kinds()["finished"] < 24 and time.monotonic() < end:
         two.engine.advance(0.1)
@@ -189,8 +189,8 @@ def test_a_wrong_request_is_one_engines_and_no_others(two):
 async def everything(
     llm: AsyncLLM, count: int, kinds: list[str], num_done: list[int] | None = None
 ) -> list[list[Any]]:
-    """What comes of so many requests, of all kinds. `num_done`: how many have ended, and tokens
-    that have come."""
+    """Results of `count` requests, of all kinds. `num_done`: counts of finished requests and of
+    tokens."""
 
     async def ask(number: int, prompt: str) -> list[Any]:
         outputs = []
@@ -221,7 +221,7 @@ def kill(llm: AsyncLLM, engine: int) -> None:
 
 @pytest.fixture(scope="module")
 def expected(alone):
-    """What the lone engine says, of the kinds in turns."""
+    """Results of the lone engine, with the kinds in turns."""
     kinds = list(KINDS)
     given = prompts(len(kinds) * 6)
     by_kind = {
@@ -234,7 +234,7 @@ def expected(alone):
     ]
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_nobody_hears_of_an_engine_that_dies(expected, restarts):
     watch = Watch()
 
@@ -276,7 +276,7 @@ def test_nobody_hears_of_an_engine_that_dies(expected, restarts):
     } == {(0, 0)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_five_hundred_requests_and_a_kill(alone):
     """None is lost, and every answer is that of the lone engine."""
     kinds = list(KINDS)
@@ -323,28 +323,6 @@ def test_when_all_have_died_their_requests_wait_for_the_next(expected):
     run(body())
 
 
-def test_when_none_is_left_requests_fail_with_the_cause():
-    async def body():
-        async with AsyncLLM(VllmConfig.make(**TIGHT, data_parallel_size=2)) as llm:
-            asked = asyncio.gather(
-                *(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100)) for i in range(8))
-            )
-            while sum(one.num_requests for one in llm.engines) < 8:
-                await asyncio.sleep(0.01)
-            kill(llm, 0)
-            kill(llm, 1)
-            with pytest.raises(
-                EngineDeadError,
-                match=r"all 2 engines have died, the last of this: engine [01] of 2: .* killed "
-                r"by SIGKILL",
-            ):
-                await asked
-            assert llm.health().status == "dead"
-            assert {one.status for one in llm.engines} == {"dead"}
-
-    run(body())
-
-
 def test_a_request_under_which_too_many_die_fails_alone():
     """It may be what they die of."""
 
@@ -382,7 +360,7 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOut
     return found
 
 
-def test_aborted_requests_and_stop_texts_leave_nothing_behind(alone):
+def test_aborted_requests_leave_nothing_behind_and_dead_engines_a_cause(alone):
     params = KINDS["penalties"]
     [lone] = alone.generate("Once upon a time", params, use_tqdm=False)
 
@@ -399,6 +377,22 @@ def test_aborted_requests_and_stop_texts_leave_nothing_behind(alone):
             assert said(await last(llm, "Once upon a time", params)) == said(lone)
             while [(one.num_requests, one.num_tokens) for one in llm.engines] != [(0, 0)] * 2:
                 await asyncio.sleep(0.02)
+            # When none is left, requests fail with the cause.
+            asked = asyncio.gather(
+                *(last(llm, f"Once {i}", GREEDY.replace(max_tokens=100)) for i in range(8))
+            )
+            while sum(one.num_requests for one in llm.engines) < 8:
+                await asyncio.sleep(0.01)
+            kill(llm, 0)
+            kill(llm, 1)
+            with pytest.raises(
+                EngineDeadError,
+                match=r"all 2 engines have died, the last of this: engine [01] of 2: .* killed "
+                r"by SIGKILL",
+            ):
+                await asked
+            assert llm.health().status == "dead"
+            assert {one.status for one in llm.engines} == {"dead"}
 
     run(body())
 

@@ -31,7 +31,7 @@ PLUGINS = [*FAMILIES, "loaders", "sdpa", "cpu", "renderer_hf", "pooling_adapters
 OPTIONS = {"plugins": PLUGINS, "device": "cpu", "max_num_seqs": 4}
 PARAMS = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=24, ignore_eos=True, logprobs=0)
 PICTURES = [[0], [0, 1], [2], [0], [3, 1, 0, 3], [2, 2], [4], [0, 4, 3], [1], []]
-"""Of the prompts."""
+"""Pictures of the prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +141,12 @@ def fallback(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
 def run(
     engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = None
 ) -> dict[str, Any]:
-    """By request, what it gave. `kill`: the engine that dies once there is a first output, or, of
-    what is pooled, before."""
+    """Results by request. `kill`: the engine that dies after a first output, or, for pooling,
+    before."""
     pools = isinstance(params, PoolingParams)
     prepare = engine.processor
     made = (
-        prepare.prepare_pooling_batch(
+        prepare.pooling.prepare_batch(
             list(map(str, range(len(prompts)))), prompts, [params] * len(prompts)
         )
         if pools
@@ -168,12 +168,13 @@ def run(
     return {name: [(c.token_ids, c.text) for c in one.outputs] for name, one in found.items()}
 
 
-SLOW = [
-    pytest.param(family, marks=pytest.mark.slow) for family in ("windows", "mixture", "fallback")
+AT_NIGHT = [
+    pytest.param(family, marks=pytest.mark.nightly) for family in ("windows", "mixture", "fallback")
 ]
+"""Their requests are moved as any text's."""
 
 
-@pytest.mark.parametrize("family", ["vision", "encoder_decoder", *SLOW])
+@pytest.mark.parametrize("family", ["vision", "encoder_decoder", *AT_NIGHT])
 def test_what_generates(request, family):
     options, prompts = request.getfixturevalue(family)
     with LLMEngine(VllmConfig.make(**OPTIONS, **options)) as lone:
@@ -181,12 +182,14 @@ def test_what_generates(request, family):
     with LLMEngine(VllmConfig.make(**OPTIONS, **options, data_parallel_size=2)) as engine:
         assert run(engine, prompts, PARAMS) == expected
         assert run(engine, prompts, PARAMS, kill=0) == expected
-        # What the dead one held, the other is sent.
+        # The dead engine's data is sent to the other one.
         assert run(engine, prompts, PARAMS) == expected
         assert [one.status for one in engine.client.engines] == ["dead", "ready"]
 
 
-@pytest.mark.parametrize("memory", ["0", "12KiB", "1GiB"])
+@pytest.mark.parametrize(
+    "memory", ["12KiB", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("0", "1GiB"))]
+)
 def test_media_that_comes_again(vision, memory):
     """With room for none of the pictures, for one, and for all: in the front, and in each
     engine."""
@@ -237,11 +240,10 @@ def test_what_is_pooled():
     params = PoolingParams(task="embed")
     with LLMEngine(VllmConfig.make(**options)) as lone:
         expected = run(lone, prompts, params)
-    with LLMEngine(VllmConfig.make(**options, data_parallel_size=2)) as engine:
-        assert run(engine, prompts, params) == expected
-        assert run(engine, prompts, params, kill=0) == expected
     with LLM(config=VllmConfig.make(**options, data_parallel_size=2)) as llm:
         outputs = llm.embed(prompts, use_tqdm=False)
+        assert run(llm.engine, prompts, params) == expected
+        assert run(llm.engine, prompts, params, kill=0) == expected
     assert torch.allclose(
         torch.tensor([one.outputs.embedding for one in outputs]),
         torch.tensor([expected[str(i)] for i in range(24)]),

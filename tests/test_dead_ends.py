@@ -1,4 +1,4 @@
-"""Of a schema that is accepted a document can be finished, whatever compiles it: a dead end is
+"""Schemas that are accepted have a document that can be finished, with any compiler: a dead end is
 refused with its place."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def llm(request, make_llama, watch):
 
 
 def finish_all(llm: LLM) -> dict[str, tuple[str | None, list[int]]]:
-    """By request: why it ended, and its tokens."""
+    """Reason of the end, and tokens, by request."""
     done = {}
     while llm.engine.has_unfinished_requests():
         for output in llm.engine.step():

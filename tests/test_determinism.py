@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from toolkit_lm import LLM, PoolingParams, RequestOutput, SamplingParams
+from toolkit_lm.attention import AttentionSpec
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.kv import FullSpec
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_cpu.library import refusal
 from toolkit_lm_devkit import make_checkpoint
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+NIGHTLY = pytest.mark.nightly
 
 VOCAB = 272
 CPU = {
@@ -116,7 +121,7 @@ def completions(outputs: list[RequestOutput]) -> list[Completion]:
 
 
 def beside(llm: LLM, others: int, params: SamplingParams = LOUD) -> list[RequestOutput]:
-    """Of PROMPTS, with so many others before, between and after them."""
+    """Outputs of PROMPTS, with `others` other prompts before, between and after them."""
     given: list[Any] = [(prompt, QUIET) for prompt in OTHERS[:others]]
     places = [(7 * i + 3) % (len(given) + 1) + i for i in range(len(PROMPTS))]
     for place, prompt in sorted(zip(places, PROMPTS, strict=True), key=lambda pair: pair[0]):
@@ -138,17 +143,41 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+BY_DAY = [
+    ("tiny", "float32"),
+    ("llama", "float32"),
+    ("llama of small heads", "bfloat16"),
+    ("qwen3", "bfloat16"),
+    ("mixtral", "float32"),
+    ("mixtral", "bfloat16"),
+    ("gemma2", "bfloat16"),
+    ("gemma3", "float32"),
+    ("gpt2", "bfloat16"),
+    ("tiny", "float16"),
+]
+"""Each family, each dtype, and experts, whose rows are gathered, in both that are computed
+differently: float16 is as bfloat16. The kernels' own tests have every product in each dtype."""
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, dtype) for dtype in ("float32", "bfloat16") for family in (*DECODERS, "tiny")]
-    # The kernels compute it as they do bfloat16: one family by day, all at night.
-    + [pytest.param("tiny", "float16", marks=pytest.mark.slow)]
-    + [pytest.param(family, "float16", marks=pytest.mark.nightly) for family in DECODERS],
+    ("family", "dtype", "cache"),
+    [(*one, "auto") for one in BY_DAY]
+    + [
+        pytest.param(family, dtype, "auto", marks=NIGHTLY)
+        for dtype in ("float32", "bfloat16", "float16")
+        for family in (*DECODERS, "tiny")
+        if (family, dtype) not in BY_DAY
+    ]
+    + [("gemma2", "bfloat16", "int8"), ("llama", "float32", "fp8")],
 )
-def test_generation(folder_of, watch, family, dtype) -> None:
+def test_generation(folder_of, watch, family, dtype, cache) -> None:
     """Alone; beside others; in chunks; after a prefix of another's; after preemptions of both
     kinds; in so many threads."""
-    model = {"model": "tiny" if family == "tiny" else folder_of(*DECODERS[family]), "dtype": dtype}
+    model = {
+        "model": "tiny" if family == "tiny" else folder_of(*DECODERS[family]),
+        "dtype": dtype,
+        "kv_cache_dtype": cache,
+    }
     torch.set_num_threads(2)
     with LLM(**model, **ROOMY) as llm:
         alone = completions([llm.generate(prompt, LOUD, use_tqdm=False)[0] for prompt in PROMPTS])
@@ -254,8 +283,15 @@ def pooled(llm: LLM, prompts: list[dict[str, list[int]]], params: PoolingParams)
     return [torch.tensor(output.outputs.data) for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", POOLING)
+# Each in one dtype by day, the first two in both.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if number < 2 or (number + place) % 2 else NIGHTLY)
+        for place, dtype in enumerate(("float32", "bfloat16"))
+        for number, name in enumerate(POOLING)
+    ],
+)
 def test_pooling(folder_of, name, dtype) -> None:
     """Alone, beside others, in chunks, in so many threads."""
     architecture, fields, options, tasks = POOLING[name]
@@ -275,7 +311,7 @@ def test_pooling(folder_of, name, dtype) -> None:
     torch.set_num_threads(2)
     with LLM(**options) as llm:
         alone = [[pooled(llm, [prompt], params)[0] for prompt in PROMPTS] for params in tasks]
-    for threads, more in ((2, {}), (3, {}), (1, chunks)):
+    for threads, more in ((3, {}), (1, chunks)):
         torch.set_num_threads(threads)
         with LLM(**options | more) as llm:
             for others in (0, 30):
@@ -288,3 +324,34 @@ def test_pooling(folder_of, name, dtype) -> None:
                             others,
                             (ours - theirs).abs().max(),
                         )
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_a_backend_gives_a_cached_prefix_the_bits_of_a_cold_one_or_does_not_say_so(
+    folder_of, block_size, caplog
+):
+    """Each backend that runs here, and the one that the engine takes: of that, it warns."""
+    registry = Plugins.load(PluginsConfig()).attention_backends
+    cache = FullSpec(block_size=block_size, num_kv_heads=1, head_size=32, dtype="float32")
+    layer = {"layer": "attn", "type": "decoder", "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
+    asked = AttentionSpec(**layer, dtype="float32", device="cpu", kv_cache=cache)
+    able = [name for name in registry if registry.ask(name, asked) is None]
+    assert ("cpu" in able) == (block_size % 16 == 0) and "sdpa" in able
+    for name in ["auto", *(one for one in able if registry.load(one).batch_invariant)]:
+        caplog.clear()
+        with LLM(
+            folder_of(*DECODERS["llama"]),
+            **CPU | {"attention_backend": name, "block_size": block_size, "num_kv_blocks": 160},
+            dtype="float32",
+        ) as llm:
+            [taken] = {
+                one.backend for one in llm.engine.client.core.executor.runner.selections.values()
+            }
+            cold, warm = (llm.generate(PROMPTS, LOUD, use_tqdm=False) for _ in range(2))
+        assert sum(one.num_cached_tokens for one in warm) > 60
+        warned = "last bits of its results depend on the rest of the batch" in caplog.text
+        assert warned == (not taken.batch_invariant)
+        if taken.batch_invariant:
+            assert_same(completions(warm), completions(cold))
+        else:
+            assert f"block_size {block_size} is not a multiple of 16" in caplog.text

@@ -124,7 +124,7 @@ def url():
 
 @pytest.mark.parametrize("page", [p for p in EXECUTED if has_examples(p, "python")], ids=name)
 def test_python_examples_run(page, request, monkeypatch, capsys, tmp_path):
-    """Those of a page run one after the other in one module. "# → text" says what is printed."""
+    """Examples of a page run one after the other in one module. "# → text" states the output."""
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType(f"examples_of_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -337,6 +337,18 @@ def test_every_page_is_in_the_index_and_in_the_navigation():
     }
 
 
+def test_the_index_is_what_its_generator_writes():
+    module = load_generator("generate_index")
+    assert module.text() == read(DOCS / "index.md"), "run python docs/generate_index.py"
+
+
+def load_generator(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 NUMBER = (
     r"\d+|[a-z]*(?:two|three|four|five|six|seven|eight|nine|ten"
     r"|eleven|twelve|teen|twenty|thirty)(?:-\w+)?"
@@ -400,6 +412,12 @@ def test_the_flags_in_the_guides_exist():
         "--no-reasoning",
         "--no-history",
         "--prompt",
+        # Those of `toolkit quality` and `toolkit quantize`.
+        "--format",
+        "--reference",
+        "--shard-gib",
+        "--text",
+        "--window",
     }
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
@@ -433,6 +451,7 @@ def test_the_flags_in_the_guides_exist():
         "--peer",
         "--preload",
         "--prepare",
+        "--precisions",
         "--shapes",
         "--only",
         "--seconds",
@@ -441,8 +460,9 @@ def test_the_flags_in_the_guides_exist():
         "--quick",
     }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
-    # Of docker, and of `ray start`.
+    # Flags of docker, of `ray start`, and of `optimum-cli export`.
     known |= {"--target", "--profile", "--address", "--head"}
+    known |= {"--weight-format", "--sym", "--group-size", "--ratio"}
     for page in [*(page for page in GUIDES if page != OF_CLIENTS), *DOCS.glob("hooks/*.md")]:
         lines = [
             line
@@ -498,8 +518,8 @@ def test_the_pinned_contract_is_the_one_there_is():
 
 
 def test_errors_name_pages_that_can_be_opened():
-    """By their address, which a user without this repository can open; and each of them is
-    there."""
+    """Pages are named by their address, which a user without this repository can open; each of them
+    exists."""
     sources = {
         path: path.read_text(encoding="utf-8")
         for pattern in ("core/src", "*/*/src")

@@ -1,5 +1,5 @@
-"""What listens, in each way to run a server: the table of docs/security.md has all of it, and
-nothing else."""
+"""Listening sockets in each way to run a server: the table of docs/security.md has exactly
+these."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROCESSES = {
     "Ray's monitors": r"ray/.*(monitor|dashboard)\.py",
     "Ray's gcs_server, raylet and workers": r"gcs_server|raylet|ray::",
 }
-"""What the title or command of a process has, the first that fits."""
+"""Parts of a process's title or command; the first that fits names it."""
 
 
 def process_of(listener: Listener) -> str:
@@ -117,12 +117,16 @@ ALONE = {
     "pipeline parallel": ["--pipeline-parallel-size", "2"],
     "data parallel": ["--data-parallel-size", "2"],
 }
+AT_NIGHT = ("engine process", "pipeline parallel")
+"""Their processes are among those of data and of tensor parallelism."""
 
 
 @pytest.mark.parametrize(
     "topology",
     [
-        name if name == "tensor parallel" else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.nightly)
+        if name in AT_NIGHT
+        else pytest.param(name, marks=() if name == "tensor parallel" else pytest.mark.slow)
         for name in ALONE
     ],
 )

@@ -4,11 +4,13 @@ group of their own, and nothing it does changes a token."""
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import PluginWarning, hookimpl
@@ -36,8 +38,19 @@ class Steps:
         self.preempted += getattr(event, "kind", None) == "preempted"
 
 
-def run(folder, draft, params, prompts=PROMPTS, again=1, **options):
-    """Tokens of the last of `again` runs, and the plugin that counted its steps."""
+def run(
+    folder,
+    draft,
+    params,
+    prompts=PROMPTS,
+    again=1,
+    shares=False,
+    given=(DRAFT, THREADS),
+    own=(),
+    **options,
+):
+    """Tokens of the last of `again` runs, and the plugin that counted its steps. `own`: options of
+    other plugins than the drafter."""
     options = {
         "dtype": "float32",
         "renderer": "tokens",
@@ -52,11 +65,16 @@ def run(folder, draft, params, prompts=PROMPTS, again=1, **options):
         if draft is None
         else {
             "drafter": "draft_model",
-            "plugin_option": [f"draft_model.checkpoint={draft}", "draft_model.drafts=3"],
+            "plugin_option": [
+                *own,
+                f"draft_model.checkpoint={draft}",
+                "draft_model.drafts=3",
+                f"draft_model.shares_embedding={shares}".lower(),
+            ],
         }
     )
     steps = Steps()
-    with LLM(str(folder), plugins=[DRAFT, THREADS, steps], **drafting, **options) as llm:
+    with LLM(str(folder), plugins=[*given, steps], **drafting, **options) as llm:
         for _ in range(again):
             steps.count = 0
             outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params)
@@ -103,6 +121,22 @@ def test_a_draft_that_is_the_target_is_always_right(folders, case):
     assert steps.count == 1 + -(-(len(plain[0][0]) - 1) // 4)
 
 
+def test_a_draft_reads_the_targets_embedding(folders, tmp_path):
+    """The target's copy without an embedding of its own is right only if it has the target's."""
+    folder, _ = folders
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.embed_tokens.weight"].zero_()
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    given = params(temperature=0)
+    plain, _ = run(folder, None, given, PROMPTS[:1])
+    drafted, without = run(folder, copy, given, PROMPTS[:1])
+    assert drafted == plain
+    drafted, steps = run(folder, copy, given, PROMPTS[:1], shares=True)
+    assert drafted == plain
+    assert steps.count == 1 + -(-(len(plain[0][0]) - 1) // 4) < without.count
+
+
 def test_a_small_model_changes_no_token(folders):
     for fields in ({"temperature": 0}, {"temperature": 0.9, "seed": 4, "n": 3}):
         plain, _ = run(folders[0], None, params(**fields))
@@ -147,6 +181,19 @@ def test_ranks_and_stages(folders, tensor, pipeline):
     plain, _ = run(folders[0], None, params(temperature=0), **sizes)
     drafted, _ = run(folders[0], folders[1], params(temperature=0), **sizes)
     assert drafted == plain
+
+
+@pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=pytest.mark.slow)])
+def test_ranks_that_are_processes(folders, install, executor):
+    """The drafter is installed, so that they find it."""
+    install("draft_model")
+    options = {"tensor_parallel_size": 2, "executor": executor, "device": "cpu", "given": ()}
+    own = [] if executor == "mp" else ["executor_ray.address=local"]
+    plain, _ = run(folders[0], None, params(temperature=0), given=())
+    # Drafts of a model that is its own target are always taken.
+    drafted, steps = run(folders[0], folders[0], params(temperature=0), own=own, **options)
+    assert drafted == plain
+    assert steps.count < 24
 
 
 def test_at_the_longest_length_nothing_is_drafted(folders):

@@ -224,7 +224,7 @@ class TestUntouched:
 
 
 def in_a_fork(use) -> str:
-    """What `use` raises, or gives, in a child of os.fork()."""
+    """Error or result of `use` in a child of os.fork()."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:

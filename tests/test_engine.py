@@ -623,10 +623,10 @@ class TestBadStart:
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
         config = json.loads((copy / "config.json").read_text()) | {
-            "quantization_config": {"quant_method": "gptq", "bits": 4}
+            "quantization_config": {"quant_method": "own", "bits": 4}
         }
         (copy / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UnsupportedError, match=r"quantized weights \('gptq'\)"):
+        with pytest.raises(UnsupportedError, match=r"quantized weights \('own'\)"):
             LLM(str(copy), **SMALL)
 
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -25,8 +25,8 @@ print(json.dumps(found))
 
 
 def test_seven_engines_take_the_memory_of_one():
-    """What the C library keeps of what threads have freed is given back first: it differs by tens
-    of MB from cycle to cycle."""
+    """Memory that the C library keeps from freed allocations is given back first: it differs by
+    tens of MB from cycle to cycle."""
     done = subprocess.run(
         [sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=300, check=True
     )

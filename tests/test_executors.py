@@ -187,7 +187,7 @@ def test_expert_parallel_is_refused_where_nothing_is_divided(make_llama, tmp_pat
     make_checkpoint(tmp_path, moe_families.make("mixtral", "2 of 4"))
     with pytest.raises(
         ConfigError,
-        match=r"enable_expert_parallel divides experts over .* give --tensor-parallel-size 2 or "
+        match=r"enable_expert_parallel divides experts over .* give tensor_parallel_size=2 or "
         r"more",
     ):
         threads(tmp_path, 1, 1, enable_expert_parallel=True)
@@ -197,7 +197,8 @@ def test_in_process_is_refused_for_two_ranks(make_llama):
     folder, _ = make_llama("ranks")
     with pytest.raises(
         UnsupportedError,
-        match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. "
+        match=r"'in_process' cannot run tensor_parallel_size 2 .*: 2 workers are needed, "
+        r"and it supports at most 1\. "
         r"Supported: mp, ray, threads\.",
     ):
         threads(folder, 2, 1, executor="in_process")

@@ -1,5 +1,5 @@
-"""What goes wrong around a server: bad requests among good ones, clients that leave, engines that
-hang or die, signals.
+"""Tests of faults around a server: bad requests among good ones, clients that leave, engines
+that hang or die, signals.
 
 The servers are processes of their own that run the model `tiny` in float32, with a plugin that
 fails on demand.
@@ -88,8 +88,7 @@ def fuzzed() -> list[tuple[str, bytes]]:
 
 
 def malformed() -> list[tuple[str, bytes]]:
-    """Bodies that are no requests, prompts that are no prompts, conversations that no template
-    takes."""
+    """Invalid request bodies, invalid prompts, and conversations that templates refuse."""
     bodies = [
         b"",
         b"{",
@@ -288,7 +287,7 @@ def test_what_keeps_the_engine_from_starting_is_told(serve):
 def test_too_small_a_cache_is_told_with_the_numbers(serve):
     code, log = serve("--kv-cache-memory", "64KiB").end()
     assert code == 1
-    assert "max_model_len 512" in log.splitlines()[-1] and "64 KiB" in log.splitlines()[-1]
+    assert "--max-model-len 512" in log.splitlines()[-1] and "64 KiB" in log.splitlines()[-1]
 
 
 def test_nearly_all_memory_may_be_asked_for(server):
@@ -460,8 +459,8 @@ def test_nothing_survives_the_server(serve, number, phase):
     wait_for(server.has_left_nothing, 30)
 
 
-MOMENTS = (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7)
-"""Seconds of a start."""
+MOMENTS = (0.2, 0.5, 0.8, 1.2, 1.6, 2, 3, 5)
+"""Seconds of a start, which takes about two."""
 TOPOLOGIES = [
     (),
     ("--no-engine-process",),

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,8 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
                 threads.append(threading.current_thread().name)
                 return render_again(prepared)
 
-            monkeypatch.setattr(llm.processor, "prepare_batch", prepare_and_die)
+            dying = partial(asyncio.to_thread, prepare_and_die)
+            monkeypatch.setattr(llm._preparation, "prepare_batch", dying)
             monkeypatch.setattr(llm.processor, "render_again", watched)
             return [*before, await one(prompts[1])]
 
@@ -184,7 +186,7 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
 
 
 def test_an_engine_asks_for_what_it_lacks(folder, prompts, expected, carried):
-    """As one that has lost it."""
+    """An engine that has lost an item behaves like one that never had it."""
     with (
         LLM(folder, **OPTIONS, engine_process=True) as llm,
         LLM(folder, **OPTIONS, engine_process=True) as other,

@@ -77,7 +77,7 @@ def client():
 
 @pytest.fixture(autouse=True)
 def unknown():
-    """What is ignored of a request, where fields are not strict."""
+    """Ignored fields of a request, if fields are not strict."""
     CALLER.set(Caller(unknown=(found := UnknownFields(lenient=True))))
     return found
 
@@ -120,7 +120,7 @@ INSIDE = [
     ("/v1/responses", "text", response_text_config_param.ResponseTextConfigParam),
 ]
 ARRAYS = {"include", "known_speaker_names", "known_speaker_references", "timestamp_granularities"}
-"""Of forms, which have [] at the end of their names."""
+"""Fields of forms, which have [] at the end of their names."""
 
 
 def names_of(kind) -> set[str]:
@@ -553,7 +553,7 @@ SHAPE_OF_VECTORS = {
     "add_special_tokens",
 }
 SHAPE_OF_VECTORS |= {"encoding_format", "embed_dtype", "endianness", "documents", "chat_template"}
-"""What the routes of pooling models read by themselves."""
+"""Fields that the routes of pooling models read themselves."""
 
 
 @pytest.mark.parametrize("route", ["/v1/embeddings", "/classify", "/pooling"])

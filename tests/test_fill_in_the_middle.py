@@ -52,7 +52,7 @@ def byte_level(marks: list[str]) -> Tokenizer:
 
 
 def code_llama(marks: list[str]) -> Tokenizer:
-    """As Llama's: "▁" for a space, one before each text, single bytes for what is not known, and a
+    """Llama's tokens: "▁" for a space, one before each text, single bytes for unknown text, and a
     token before the prompt."""
     words = [
         "<unk>",
@@ -129,7 +129,7 @@ def test_prompts_are_what_the_models_were_trained_on(tmp_path, name):
     before, after, middle = map(tokenizer.token_to_id, marks)
     start = [1] if name == "CodeLlama" else []
     prefix = tokenizer.encode(PREFIX, add_special_tokens=False).ids
-    # As the reference of CodeLlama does it: what comes after another text has no space of its own.
+    # CodeLlama's reference does the same: a continuation has no space of its own.
     anchored = tokenizer.encode("a" + SUFFIX, add_special_tokens=False).ids
     suffix = anchored[len(tokenizer.encode("a", add_special_tokens=False).ids) :]
     with serving(tmp_path, tokenizer) as client:

@@ -157,7 +157,8 @@ def test_every_layer_of_a_built_in_model_is_fused(folder, architecture):
 
 
 def test_every_installed_relative_of_llama_is_fused():
-    """By its classes: of reward models and others that no test makes a checkpoint of here, too."""
+    """All classes are checked, also those of models, such as reward models, for which no test here
+    makes a checkpoint."""
     models = Plugins.load().models
     relatives = [
         loaded
@@ -248,7 +249,7 @@ FIRST, *OTHERS = WALKED
     "architecture", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
 )
 def test_an_override_of_any_method_that_forward_reaches_is_run(folder, architecture):
-    """Of every class that layers are made of: the same tokens by fusing kernels and by plain
+    """Every class that layers are made of gives the same tokens with fusing kernels and with plain
     torch."""
     done = set() if architecture == FIRST else {kind_of(cls) for cls in part_classes(FIRST, folder)}
     base = class_of(architecture)
@@ -379,7 +380,7 @@ def test_a_mixin_before_the_layer_unfuses(folder):
 @pytest.mark.parametrize("when", ["before loading", "after loading"])
 @pytest.mark.parametrize("place", ["self_attn.attn", "mlp"])
 def test_a_forward_that_is_put_on_a_module_is_run(folder, place, when):
-    """As accelerate and others do."""
+    """The module's `forward` is replaced, like accelerate and others do."""
     calls = Counter()
 
     def put(model):
@@ -553,7 +554,8 @@ def test_no_layer_is_bypassed_while_a_hook_hangs_on_a_part_of_it(folder, monkeyp
     "architecture", [FIRST, pytest.param("MixtralForCausalLM", marks=pytest.mark.slow)]
 )
 def test_hooks_on_every_module_fire(folder, architecture, register, when):
-    """As often with kernels that fuse as with plain torch, and they may change what is computed."""
+    """Hooks run as often with fusing kernels as with plain torch, and they may change the
+    results."""
     base = class_of(architecture)
 
     def hang(model, calls):
@@ -653,7 +655,7 @@ def test_every_seam_exists():
         )
 
 
-# What `toolkit explain` says
+# Output of `toolkit explain`
 
 
 def test_explain_says_which_layers_are_not_fused_and_why(folder, monkeypatch):

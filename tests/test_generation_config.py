@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint) -> str:
-    """What the defaults make of PROMPT."""
+    """Output for PROMPT with the defaults."""
     with LLM(model=str(checkpoint), **SMALL) as llm:
         params = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=5)
         assert llm.get_default_sampling_params() == params
@@ -58,7 +58,7 @@ def expected(checkpoint) -> str:
 
 
 def test_the_server_and_a_render_server_take_them(checkpoint, expected):
-    """Of a completion the length is OpenAI's, and a beam search draws nothing."""
+    """The default length of a completion is OpenAI's, and a beam search draws nothing."""
     engine = AsyncLLM(VllmConfig.make(model=str(checkpoint), engine_process=False, **SMALL))
     try:
         client = TestClient(create_app(engine))
@@ -134,7 +134,7 @@ def test_a_value_out_of_range_names_the_file(checkpoint, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(
         CheckpointError,
-        match=r"^generation_config\.json: temperature must be .* --generation-config none leaves "
+        match=r"^generation_config\.json: temperature must be .* generation_config='none' leaves "
         r"it out",
     ):
         defaults(checkpoint, str(tmp_path))

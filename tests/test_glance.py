@@ -108,7 +108,7 @@ class Reference:
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
-    """As pip would have it."""
+    """The plugin in pip's layout."""
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(FOLDER / "toolkit_lm_glance", site / "toolkit_lm_glance")
     info = site / "toolkit_lm_glance-1.0.dist-info"
@@ -121,7 +121,7 @@ def installed(tmp_path_factory):
 
 
 class TestGlance(ModelConformance):
-    """Of text alone it is any decoder."""
+    """Text without images goes through any decoder."""
 
     max_tokens = 12
     placeholder_ids = (TILE_TOKEN,)

@@ -50,7 +50,7 @@ def drive(folder, *jobs, seconds=60.0, results=None):
     """The driver after a part of these jobs, and the lines of its results."""
     drive, results = kit("drive"), results or kit("results").Results(folder, "gpu")
     driver = drive.Driver(results, seconds, time.monotonic())
-    driver.run(drive.Part("T", "a test's", 1.0, lambda: list(jobs)))
+    driver.run(drive.Stage("T", "a test's", 1.0, lambda: list(jobs)))
     return driver, list(kit("results").read(results.path))
 
 
@@ -172,12 +172,12 @@ FLOOD = SPEAKER + (
 FLOODED = """
 import os, sys, time
 from pathlib import Path
-from gpu_kit.drive import Driver, Part
+from gpu_kit.drive import Driver, Stage
 from gpu_kit.jobs import Job
 from gpu_kit.results import Results
 results = Results(Path(sys.argv[1]), "gpu")
 driver = Driver(results, 60.0, time.monotonic())
-driver.run(Part("T", "", 1.0, lambda: [Job("flood", ("-c", sys.argv[2]))]))
+driver.run(Stage("T", "", 1.0, lambda: [Job("flood", ("-c", sys.argv[2]))]))
 """
 
 
@@ -194,7 +194,7 @@ def test_a_kit_that_is_killed_at_any_moment_leaves_whole_lines_and_no_process(tm
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        # Of a line that was not written to its end, `read` says nothing, and it is the last.
+        # `read` ignores a line that was not written to its end; it is the last.
         lines = list(kit("results").read(files[0]))
         assert [line["check"] for line in lines] == [
             f"check {number + 1}" for number in range(len(lines))
@@ -439,7 +439,7 @@ def test_graphs_that_have_run_no_step_are_found():
 
 
 def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
-    """Of each file those whose names have the word; a dry run takes the first of each file."""
+    """Tests of each file whose names have the word; a dry run takes the first of each file."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist,pytest_timeout")
     file = tmp_path / "test_these.py"
@@ -547,8 +547,8 @@ def test_a_refusal_that_the_first_part_has_heard_keeps_a_process_from_starting()
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 0), (64, 100)])
 def test_a_decode_step_reads_weights_keys_and_values(rows, keys):
-    # As in the model card of Llama 3 8B: 8.03 B parameters, of which 0.53 B are the embedding,
-    # which a step does not read.
+    # From the model card of Llama 3 8B: 8.03 B parameters, of which 0.53 B are the embedding, which
+    # a step does not read.
     plan = kit("shape_8b").FULL
     weights = plan.product_weights + 2 * plan.vocab_size * plan.hidden
     assert round(weights / 1e9, 2) == 8.03

@@ -41,7 +41,7 @@ def test_what_a_step_does_is_counted(guard):
         bytearray(1 << 20)
         kept.extend(object() for _ in range(10))
 
-    # As in a measurement: what others left is collected before.
+    # A measurement does the same: earlier garbage is collected first.
     gc.collect()
     gc.disable()
     try:
@@ -55,8 +55,8 @@ def test_what_a_step_does_is_counted(guard):
     ) == (1, 1, 4000)
     assert found["Python memory, bytes"] == pytest.approx(1 << 20, rel=0.01)
     assert found["Python allocations left"] == pytest.approx(10, abs=2)
-    # Of the step, torch.empty and list.extend, and 11 of the generator. Calls of types are not
-    # seen; the end of the profile is.
+    # Calls of the step, torch.empty and list.extend, and 11 of the generator. Calls of types are
+    # not seen; the end of the profile is.
     assert found["Python calls"] == pytest.approx(14, abs=1)
 
 

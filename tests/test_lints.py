@@ -96,6 +96,33 @@ def test_docstrings_and_texts_under_attributes_pass():
     assert found(lints.orphans, source) == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "one = 1",
+        "[one for one in x]",
+        "def f(given): ...",
+        "def _take(): ...",
+        "def take_in(): ...",
+        "x._told = 1",
+        "if (its := f()): ...",
+    ],
+)
+def test_names_that_say_nothing_are_found(source):
+    assert len(found(lints.vague, source)) == 1
+
+
+def test_names_of_others_pass():
+    assert found(lints.vague, "x = np.take(y)\ntaken = request.given\ndef uptake(only): ...") == []
+
+
+def test_comments_that_do_not_begin_with_their_subject_are_found():
+    source = (
+        "# Of two, the first.\nx = 1\n# The first\n# As a rule.\ny = 1  # What\n    # What is\n"
+    )
+    assert [line for line, _ in lints.turned(source)] == [1, 6]
+
+
 HELPERS = """
 import pytest
 from helper import run, compared
@@ -154,3 +181,53 @@ def test_what_is_found_is_said_with_its_place(tmp_path, capsys):
     assert capsys.readouterr().err == f"{path}:2: {told}\n"
     path.write_text("x = 1\n")
     assert lints.main([str(path)]) == 0
+
+
+def wording(*texts: str, path: str = "core/src/a.py") -> list[str]:
+    """Faults of a module whose attributes have these docstrings."""
+    source = "\n".join(f"x{n} = {n}\n{text!r}" for n, text in enumerate(texts))
+    return list(lints.worded({Path(path): ast.parse(source)}))
+
+
+@pytest.mark.parametrize("opener", ["Of", "As", "By", "What", "Those", "Where"])
+def test_docstrings_that_put_the_subject_last_are_counted_by_place(opener, monkeypatch):
+    monkeypatch.setattr(lints, "_OPENERS", {"core/src": 0})
+    texts = [f"{opener} several, any."] + ["Plain."] * 20
+    assert wording(*texts)[0].startswith(f'core/src/a.py:2: begins with "{opener}"')
+    assert wording(*texts, path="libs/src/a.py") == []
+    assert wording(*texts, *texts[:1], path="libs/src/a.py")[-1].endswith("limit 1 (of 22)")
+    assert wording("Officers.", "Asks.", "Bytes.") == []
+
+
+def test_docstrings_of_all_kinds_are_read():
+    source = "'A'\nx = 1\n'B'\nclass C:\n  'C'\n  y: int\n  'D'\ndef f():\n  'E'\n  'F'"
+    assert "".join(text for _, text in sorted(lints.docstrings(ast.parse(source)))) == "ABCDE"
+
+
+@pytest.mark.parametrize("text", ["It is no option.", "These are no tokens.", "Nobody that asks."])
+def test_negated_predicates_are_found(text, monkeypatch):
+    monkeypatch.setattr(lints, "_OPENERS", {})
+    assert len(wording(text)) == 2
+
+
+def test_other_negations_pass():
+    assert wording("If there is no option.", "There are no tokens.", "It is no longer one.") == []
+
+
+def test_long_sentences_are_measured_at_the_95th_percentile(monkeypatch):
+    monkeypatch.setattr(lints, "_LONGER", {})
+    short = ["Short one. Another."] * 10
+    long = " ".join(["word"] * 26) + "."
+    assert wording(*short, long) == []
+    assert wording(*short, long, long)[-1].startswith("core: sentences of 26 words")
+
+
+def test_sentences_end_at_blank_lines_and_items():
+    text = "One\ntwo. Three\n\nfour\n- five\n- six"
+    assert [*lints.sentences(text)] == ["One\ntwo.", "Three", "four", "five", "six"]
+
+
+def test_hooks_that_repeat_a_sentence_are_found():
+    hook = "@hookspec\ndef f{0}():\n    '''Does {0}. Thread: main.'''"
+    assert found(lints.repeated, "\n".join(map(hook.format, range(3)))) == [2, 5, 8]
+    assert found(lints.repeated, "\n".join(map(hook.format, range(2)))) == []

@@ -12,13 +12,18 @@ import torch
 import transformers
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.attention import BatchLimits, BatchView, GroupSetup
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.events import RequestEvent
+from toolkit_lm.kv.group_blocks import SnapshotBlocks
 from toolkit_lm.plugin import hookimpl
+from toolkit_lm.scheduler.request import Request
 from toolkit_lm_devkit import KVKindConformance, make_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "mamba"))
+sys.path.insert(0, str(Path(__file__).parent / "plugins" / "ngram"))
 
+import ngram_drafter
+import test_conformance_kit_models as kit_models
 import toolkit_lm_mamba
 from toolkit_lm_mamba.mixer import MambaBackend
 from toolkit_lm_mamba.spec import MambaSpec
@@ -170,12 +175,131 @@ def test_beams_fork_at_each_token(checkpoint):
             assert abs(completion.cumulative_logprob - float(expected)) < 1e-3
 
 
-def test_prefix_caching_is_off_and_refused(checkpoint):
+def test_a_state_without_snapshots_switches_prefix_caching_off(checkpoint, monkeypatch):
     folder, _ = checkpoint
-    with LLM(str(folder), plugins=[toolkit_lm_mamba], device="cpu", max_model_len=64) as llm:
-        assert llm.engine.config.cache.enable_prefix_caching is False
-    with pytest.raises(ConfigError, match="keeps nothing that other requests could use"):
-        run(folder, enable_prefix_caching=True)
+    monkeypatch.setattr(MambaSpec, "shares_prefixes", False)
+    options = {"plugins": [toolkit_lm_mamba], "device": "cpu", "max_model_len": 64}
+    with LLM(str(folder), **options) as llm:
+        assert not llm.engine.client.core.scheduler.request_blocks.caching
+    culprit = r"layer 'backbone\.layers\.0\.mixer' keeps 'mamba', whose blocks no other"
+    with pytest.raises(UnsupportedError, match=culprit):
+        LLM(str(folder), enable_prefix_caching=True, **options)
+
+
+@pytest.fixture(scope="module", params=["recurrent", "hybrid"])
+def model(request, checkpoint, tmp_path_factory):
+    """A checkpoint, and the plugins that it needs."""
+    if request.param == "recurrent":
+        return checkpoint[0], [toolkit_lm_mamba]
+    folder = tmp_path_factory.mktemp("hybrid")
+    kit_models.TestHybrid().make_checkpoint(folder)
+    return folder, [toolkit_lm_mamba, kit_models.HYBRID]
+
+
+SIZE = 4
+CASES = {
+    "whole prompts": {},
+    "chunks": {"max_num_batched_tokens": 9},
+    "overlap": {"overlap": True},
+    "recompute": {"num_kv_blocks": 28, "preemption_mode": "recompute"},
+    "swap": {"num_kv_blocks": 28, "preemption_mode": "swap", "swap_memory": "4MiB"},
+}
+EACH = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True),
+    "forks": SamplingParams(temperature=1, max_tokens=9, n=3, seed=4, ignore_eos=True),
+    "beams": SamplingParams(
+        use_beam_search=True, n=2, beam_width=2, max_tokens=6, ignore_eos=True, temperature=0
+    ),
+}
+TAILS = [[*range(length, 2 * length)] for length in (29, 32, 33, 5, 4, 1)]
+
+
+def tokens_and_logprobs(outputs):
+    return [
+        [
+            (one.token_ids, [{k: v.logprob for k, v in e.items()} for e in one.logprobs or ()])
+            for one in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+def rounds(model, params, *, caching=True, drafter=None, count=3, **options):
+    """The same prompts again and again: what came, and the cached tokens."""
+    folder, plugins = model
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "block_size": SIZE} | options
+    if len(plugins) == 1 and "num_kv_blocks" in options:
+        options["num_kv_blocks"] = options["num_kv_blocks"] // 7
+    with LLM(
+        str(folder),
+        plugins=[ngram_drafter, *plugins],
+        device="cpu",
+        dtype="float32",
+        max_model_len=64,
+        max_logprobs=VOCAB,
+        enable_prefix_caching=caching,
+        drafter=drafter,
+        **options,
+    ) as llm:
+        prompts = [{"prompt_token_ids": tail} for tail in TAILS]
+        found = [llm.generate(prompts, params, use_tqdm=False) for _ in range(count)]
+    assert not any(output.error for outputs in found for output in outputs)
+    return (
+        [tokens_and_logprobs(outputs) for outputs in found],
+        [[output.num_cached_tokens for output in outputs] for outputs in found],
+    )
+
+
+def border(prompt):
+    return (len(prompt) - 1) // SIZE * SIZE
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_a_warm_state_gives_what_a_cold_one_gives(model, drafter):
+    """Bit for bit: who begins from a snapshot computes what its first owner computed."""
+    params = EACH["greedy"]
+    alone = {"max_num_seqs": 1, "drafter": drafter}
+    found, cached = rounds(model, params, **alone)
+    assert found[1] == found[2] == found[0]
+    assert cached[1] == cached[2] == [border(prompt) for prompt in TAILS]
+
+
+@pytest.mark.parametrize("params", EACH)
+def test_hits_change_no_token(model, params):
+    [plain, *_], _ = rounds(model, EACH[params], caching=False, count=1)
+    for case in CASES.values():
+        found, cached = rounds(model, EACH[params], count=2, **case)
+        assert any(cached[1]) or "num_kv_blocks" in case
+        for outputs in found:
+            for one, other in zip(plain, outputs, strict=True):
+                assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other], case
+
+
+def test_without_room_for_snapshots_requests_go_on(checkpoint):
+    model = checkpoint[0], [toolkit_lm_mamba]
+    found, cached = rounds(model, EACH["greedy"], max_num_seqs=1, num_kv_blocks=7)
+    assert found[1] == found[2] == found[0]
+    assert not any(map(any, cached))
+
+
+def test_a_snapshot_that_is_taken_a_token_late_is_seen(model):
+    """The tests above can fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        until = Request._until_pause
+        kept = SnapshotBlocks.is_kept
+        keep = SnapshotBlocks.keep
+        patch.setattr(Request, "_until_pause", lambda *given: (n := until(*given)) + (n > 0))
+        patch.setattr(
+            SnapshotBlocks, "is_kept", lambda self, table, n, *rest: kept(self, table, n - 1, *rest)
+        )
+        patch.setattr(
+            SnapshotBlocks,
+            "keep",
+            lambda self, table, hashes, n, room: keep(self, table, hashes, n - 1, room=room),
+        )
+        late, cached = rounds(model, EACH["greedy"], max_num_seqs=1)
+    assert any(cached[1])
+    assert late[1] != late[0]
 
 
 def test_a_sequence_holds_one_block(checkpoint):
@@ -187,6 +311,7 @@ def test_a_sequence_holds_one_block(checkpoint):
         dtype="float32",
         max_model_len=64,
         max_num_seqs=4,
+        enable_prefix_caching=False,
     ) as llm:
         [pool] = llm.engine.client.core.kv_cache.pools
         [group] = llm.engine.client.core.kv_cache.groups
@@ -203,6 +328,7 @@ class TestMambaSpec(KVKindConformance):
         MambaSpec(block_size=64, channels=32, kernel_size=3, state_size=8),
         MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=9),
         MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=8, rewinds=2),
+        MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=8, snapshots=16),
     ]
 
 

@@ -78,7 +78,7 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
+@pytest.fixture(scope="module", params=["llava", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def model(request, tmp_path_factory):
     subject = importlib.import_module("vision_checkpoints").make_subject(
         tmp_path_factory.mktemp("vision"), request.param
@@ -158,7 +158,7 @@ async def test_local_and_remote_renderers_give_the_same(model, renderers, monkey
         assert [answer.status_code for answer in answers] == [200] * 24
         expected = await local.post(PATH, json=chat(png(5), " 5"))
         assert_alike(answers[5], expected)
-        # What is wrong is told in the same words.
+        # Faults are reported in the same words.
         wrong = [
             chat(png(1), b"no picture"),
             chat({"type": "image_url"}),

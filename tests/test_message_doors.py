@@ -90,8 +90,8 @@ DOORS = {
     "/api/chat": (OLLAMA, lambda found: found["prompt_eval_count"]),
     "/tokenize": (CHAT, lambda found: found["count"]),
 }
-"""By path a body, and where its answer says how many tokens the prompt has: with this tokenizer
-each is a letter."""
+"""Body, and the place in its answer of the prompt's number of tokens, by path. Each letter is a
+token with this tokenizer."""
 POOLING = {"/v1/embeddings", "/classify", "/pooling", "/v2/embed"}
 """Doors of pooling models, which take conversations without calls."""
 

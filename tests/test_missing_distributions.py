@@ -23,6 +23,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 TABLE = shipped._table()
 DISTRIBUTIONS = sorted({one for keys in TABLE.values() for one in keys.values()})
 BRING_NOTHING = {
+    "toolkit-lm-paged-attention",
     "toolkit-lm-media",
     "toolkit-lm-rotary",
     "toolkit-lm-opentelemetry",
@@ -114,6 +115,13 @@ def test_an_engine_that_lacks_it_says_so(without, names, options):
     without(*names)
     with pytest.raises(ToolkitError, match=f"pip install {names[0]}"):
         LLM("tiny", max_model_len=64, **options)
+
+
+def test_a_file_that_no_distribution_reads_says_which_does(without, tmp_path):
+    without("toolkit-lm-gguf")
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ToolkitError, match=r"a\.gguf' is a file .* pip install toolkit-lm-gguf\.$"):
+        LLM(str(tmp_path / "a.gguf"))
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def broken_off(server, kill) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_path):
-    """What is asked meanwhile ends with the root cause, /health says so, and with --restart-engine
-    the engine comes back with the node."""
+    """Requests during the failure end with the root cause, /health reports it, and with
+    --restart-engine the engine comes back with the node."""
     with LLM("tiny", dtype="float32", device="cpu") as llm:
         [alone] = llm.chat(
             TALK, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False

@@ -90,10 +90,27 @@ TOLD = {
     ),
     "generation_config": ({"generation_config": "none", **POOLS}, {"generation_config": "none"}),
     "seed": ({"seed": 1, **POOLS}, {"seed": 1}),
+    "quantization_skip": (
+        {"quantization_skip": ["lm_head"]},
+        {"quantization_skip": ["lm_head"], "quantization": "int8"},
+    ),
+    "quantization_override": (
+        {"quantization_override": ["lm_head=int8"]},
+        {"quantization_override": ["lm_head=int8"], "quantization": "int4"},
+    ),
+    "quantization_group_size": (
+        {"quantization_group_size": 64},
+        {"quantization_group_size": 64, "quantization": "int4"},
+    ),
     "block_size": ({"block_size": 8, **POOLS}, {"block_size": 8}),
     "kv_cache_memory": (
         {"kv_cache_memory": "8MiB", "num_kv_blocks": 64},
         {"kv_cache_memory": "8MiB"},
+    ),
+    "kv_cache_dtype": ({"kv_cache_dtype": "int8", **POOLS}, {"kv_cache_dtype": "int8"}),
+    "kv_cache_dtype_skip_layers": (
+        {"kv_cache_dtype_skip_layers": ["0"]},
+        {"kv_cache_dtype_skip_layers": ["0"], "kv_cache_dtype": "int8"},
     ),
     "num_kv_blocks": ({"num_kv_blocks": 64, **POOLS}, {"num_kv_blocks": 64}),
     "encoder_cache_memory": (
@@ -158,8 +175,8 @@ KEYS = {
     "cudagraph_query_len": (3, 1, None),
     "cache_dir": ("elsewhere", 0, 1),
 }
-"""Of compilation_config: a value, a level at which it does nothing, and one at which it does
-something on a CPU."""
+"""Keys of compilation_config: a value, a level at which it has no effect, and one at which it has
+an effect on a CPU."""
 
 
 class Draft:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-"""What the browser itself would look for in the network."""
+"""Hosts that the browser itself would ask in the network."""
 KEY = "SECRET-123"
 PATIENCE = 60_000
 """Milliseconds, on a machine that does other things too."""
@@ -152,7 +152,7 @@ def test_a_chat_and_what_the_engine_does(visit, tiny):
     assert ask(page, "What is the capital of France?") == "The capital of France is Paris."
     # The conversation goes along.
     assert "Rome" in ask(page, "And of Italy?")
-    # What the engine has done is there to see.
+    # The page shows what the engine has done.
     expect(page.locator("#tile-generated")).not_to_have_text("0")
     expect(page.locator("#request-counts")).to_contain_text("2 finished")
     expect(page.locator("#latency-first_token")).to_contain_text("mean of 2")

@@ -42,6 +42,7 @@ class Page:
     def toolkit_register_parts(self, parts):
         halves = {"request": "Requests", "planner": "Planner", "worker": "Part"}
         parts.add("tenant", **{half: f"{MODULE}:Tenant{name}" for half, name in halves.items()})
+        parts.add("steering", worker=f"{MODULE}:SteeringPart")
 
 
 class TestPage(PartConformance):
@@ -61,6 +62,8 @@ class TestPage(PartConformance):
         greedy = {"temperature": 0}
         with LLM(checkpoint, plugins=[Page()], **self.defaults()) as llm:
             asked = [([3, 4, 5], greedy, {"tenant": name}) for name in ("a", "b", "a")]
+            strength = module.Strength("model.layers.3", 0.5)
+            assert llm.call_workers("steering.steer", strength, answer=int) == [1]
             first, second, third = self.ask(llm, [*asked])
         assert first == second == third
         computed = {name: sum(one.get(name, 0) for one in heard) for name in "ab"}

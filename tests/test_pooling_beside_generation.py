@@ -53,7 +53,7 @@ def engine_of(checkpoint, watch, **options) -> LLMEngine:
 
 
 def submit_pooling(engine, request_id, prompt, params):
-    [prepared] = engine.processor.prepare_pooling_batch([request_id], [given(prompt)], [params])
+    [prepared] = engine.processor.pooling.prepare_batch([request_id], [given(prompt)], [params])
     engine.submit(prepared)
 
 
@@ -103,7 +103,7 @@ def test_both_in_the_same_batches(checkpoint, states, watch, assert_parity, cach
         for _ in range(2):
             done = run_mixed(engine)
             check(done, states, assert_parity, checkpoint[1], lambda one: one[-1])
-        # What one kind has computed, the other finds.
+        # Each kind finds what the other has computed.
         assert bool(done["embed-6"].num_cached_tokens) == caching
         assert bool(done["generate-6"].num_cached_tokens) == caching
 
@@ -134,8 +134,7 @@ def test_preemption(checkpoint, states, watch, assert_parity, method, mode):
 
 
 def test_a_preempted_embedding_begins_anew(checkpoint, watch):
-    """What is lost with its row is computed again, and what a mean has summed is not summed
-    twice."""
+    """State that is lost with its row is computed again, and a mean does not sum it twice."""
     options = {
         "num_kv_blocks": 36,
         "max_num_batched_tokens": 8,
@@ -175,7 +174,7 @@ def test_offline(checkpoint, states):
         )
         with pytest.raises(
             RequestError,
-            match=r"Supported: embed, token_embed\. Start the engine with --convert classify",
+            match=r"Supported: embed, token_embed\. Start the engine with convert='classify'",
         ):
             llm.classify(given(PROMPTS[1]))
 

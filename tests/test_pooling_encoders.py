@@ -231,7 +231,7 @@ def test_heads_that_kernels_can_compute(make, backend):
 
 
 def test_the_types_of_tokens_count(make):
-    """What test_pairs shows for BERT it would not show if its types did not matter."""
+    """Token types matter for BERT: without this, test_pairs would show nothing."""
     made = make("Bert", "ForSequenceClassification", num_labels=1)
     inputs = made.tokenizer(QUERY, TEXTS[0], return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():

@@ -53,7 +53,7 @@ class Reference:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
         )
-        # As PyLate saves them: since the text is lower-cased before they are looked for, they are
+        # PyLate saves them so: the text is lower-cased before they are looked for, so they are
         # never found in it.
         tokenizer.add_tokens(list(ADDED))
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -193,7 +193,7 @@ def check(folder, queries, documents, score=max_sim):
     """`queries`, `documents`: token ids as they are to be read, and the vectors that are
     compared."""
     expected = [[score(query, document) for _, document in documents] for _, query in queries]
-    # What is tested shows in the scores.
+    # The scores show what is tested.
     assert np.ptp(expected) > 0.05
     with LLM(str(folder)) as llm:
         for text, scores in zip(QUERIES, expected, strict=True):
@@ -211,7 +211,9 @@ def check(folder, queries, documents, score=max_sim):
             )
             for output, (ids, vectors) in zip(outputs, roles, strict=True):
                 assert output.prompt_token_ids == ids
-                compared = llm.engine.processor.texts.roles[name].compared(output.prompt_token_ids)
+                compared = llm.engine.processor.pooling.texts.roles[name].compared(
+                    output.prompt_token_ids
+                )
                 np.testing.assert_allclose(output.outputs.data[compared], vectors, atol=1e-5)
 
 
@@ -353,7 +355,7 @@ class TestSentenceTransformers:
         documents = [
             (ids, reference.compared(ids, others)) for ids in map(reference.ids, DOCUMENTS)
         ]
-        # What has no token to compare fits worst.
+        # A document without tokens to compare fits worst.
         check(
             reference.folder,
             queries,

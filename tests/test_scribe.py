@@ -135,7 +135,7 @@ class Reference:
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
-    """As pip would have it."""
+    """The plugin in pip's layout."""
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(FOLDER / "toolkit_lm_scribe", site / "toolkit_lm_scribe")
     info = site / "toolkit_lm_scribe-1.0.dist-info"

@@ -28,7 +28,7 @@ def guarded(request, serve, tmp_path) -> Server:
 
 
 def pages(server: Server, key: str | None) -> str:
-    """What a client may read with this key, headers included."""
+    """Responses that a client can read with this key, headers included."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     paths = (
         "/docs",
@@ -54,7 +54,7 @@ def pages(server: Server, key: str | None) -> str:
             client.post("/v1/completions", json=body) for body in bodies
         ]
         with client.stream("GET", "/ui/events") as stream:
-            # Of what the page shows: the server, its log, the engine.
+            # Events of the page: the server, its log, the engine.
             news = "".join(line for _, line in zip(range(8), stream.iter_lines(), strict=False))
     return "\n".join([*(f"{one.status_code} {one.headers} {one.text}" for one in found), news])
 
@@ -96,7 +96,7 @@ def test_commands_do_not_print_the_key(arguments, tmp_path, monkeypatch):
 
 
 def raw(server: Server, message: bytes) -> bytes:
-    """What the server answers to bytes that may be no HTTP."""
+    """The server's answer to bytes that may not be HTTP."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(message)
         return connection.recv(2**16)

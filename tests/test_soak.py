@@ -26,7 +26,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_short_soak():
-    done = soak("--minutes", "0.15", "--jobs", "25")
+    done = soak("--minutes", "0.1", "--jobs", "25")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {
         tuple(line[:56].split(maxsplit=1)): line[56:]
@@ -40,7 +40,7 @@ def test_a_short_soak():
 
 @pytest.mark.slow
 def test_a_short_soak_under_attack():
-    done = soak("--minutes", "0.3", "--jobs", "10", "--attackers", "3")
+    done = soak("--minutes", "0.2", "--jobs", "10", "--attackers", "3")
     shown, _, violations = done.stdout.partition("\nviolations ")
     assert "attacked / alone" in shown and "unknown fields" in shown, done.stdout + done.stderr
     # How much slower it gets in some seconds says more of the machine.

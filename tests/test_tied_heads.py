@@ -12,7 +12,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_causal import ALL, save
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.config import PluginsConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import (
+    ParallelLMHead,
+    Quantization,
+    ShardLoader,
+    UnquantizedMethod,
+    VocabParallelEmbedding,
+    construction,
+    new_parameter,
+)
+from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import randomize
 
@@ -94,6 +105,77 @@ def test_an_equal_copy_is_no_reason_to_complain(model_impl, tmp_path, caplog):
     )
     assert ours(tmp_path, model_impl=model_impl) == theirs(model)
     assert not [text for text in caplog.messages if "tied" in text]
+
+
+class Scaled(UnquantizedMethod):
+    """A weight times a factor per output, plus an offset: a tied head shares all three."""
+
+    def create(self, layer, spec):
+        if spec.tied_to is not None:
+            self.weight, self.factor, self.offset = (
+                getattr(spec.tied_to, name) for name in ("weight", "factor", "offset")
+            )
+        else:
+            outputs = spec.outputs
+            self.weight = new_parameter(spec.shape, spec.dtype, spec.loader())
+            self.factor, self.offset = (
+                new_parameter(spec.shape[:1], spec.dtype, ShardLoader(outputs)) for _ in range(2)
+            )
+        layer.weight = self.weight
+        layer.factor = self.factor
+        layer.offset = self.offset
+
+
+class ScaledLayers(Quantization):
+    def method(self, spec):
+        return Scaled()
+
+
+PARTS = ("weight", "factor", "offset")
+
+
+def tied_pair():
+    config = VllmConfig.default({}, dtype="float32")
+    pair = torch.nn.Module()
+    with construction(quantization=ScaledLayers(config)):
+        pair.embed = VocabParallelEmbedding(6, 4, vllm_config=config, prefix="embed")
+        pair.head = ParallelLMHead(6, 4, tied_to=pair.embed, vllm_config=config, prefix="head")
+    return pair
+
+
+def fill(pair, weights):
+    load_parameters(pair, weights.items(), packed={}, renames=(), ignored=())
+
+
+def of_both(*differing):
+    """A checkpoint of both layers; those parameters of the head differ."""
+    weights = {}
+    for name in PARTS:
+        shape = (6, 4) if name == "weight" else (6,)
+        weights[f"embed.{name}"] = torch.zeros(shape) if name == "offset" else torch.randn(shape)
+        weights[f"head.{name}"] = weights[f"embed.{name}"] + float(name in differing)
+    return weights
+
+
+@pytest.mark.parametrize("differing", [("weight",), ("weight", "factor"), ("offset",), PARTS])
+def test_all_parameters_of_a_head_that_differs_in_one_are_its_own(differing):
+    weights = of_both(*differing)
+    fill(pair := tied_pair(), weights)
+    assert pair.head.factor is not pair.embed.factor
+    for name, expected in weights.items():
+        assert torch.equal(pair.get_parameter(name), expected), name
+
+
+def test_a_head_of_equal_parameters_stays_tied():
+    fill(pair := tied_pair(), of_both())
+    assert all(getattr(pair.head, name) is getattr(pair.embed, name) for name in PARTS)
+
+
+def test_what_lacks_of_a_head_that_differs_is_named():
+    weights = of_both("weight")
+    del weights["head.factor"]
+    with pytest.raises(CheckpointError, match=r"^1 missing: head\.factor\.$"):
+        fill(tied_pair(), weights)
 
 
 @pytest.mark.parametrize("holds", [True, False], ids=["own", "none"])

@@ -59,7 +59,7 @@ def test_tokens_in_and_tokens_out(folder, expected):
         for prompt in ("Once", {"prompt": "Once"}):
             with pytest.raises(
                 RequestError,
-                match=r"takes token ids, and no text \(--renderer tokens\): give prompt_token_ids",
+                match=r"takes token ids, and no text \(renderer='tokens'\): give prompt_token_ids",
             ):
                 llm.generate([prompt], GREEDY, use_tqdm=False)
         with pytest.raises(RequestError, match="takes token ids, and no text"):
@@ -73,7 +73,7 @@ def test_tokens_in_and_tokens_out(folder, expected):
 def test_it_is_taken_by_its_name_only(folder):
     with pytest.raises(
         UnsupportedError,
-        match=r"hf: .* has none of tokenizer.json, .*; tokens: only --renderer tokens takes it",
+        match=r"hf: .* has none of tokenizer.json, .*; tokens: only renderer='tokens' takes it",
     ):
         LLM(str(folder), **OPTIONS)
 
@@ -84,7 +84,7 @@ def client(llm):
 
 @pytest.mark.anyio
 async def test_token_ids_over_http(folder, expected):
-    """Of any renderer: `return_token_ids`."""
+    """Token ids of any renderer: `return_token_ids`."""
     asked = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
     async with (
         AsyncLLM(VllmConfig.make(model=str(folder), renderer="tokens", **OPTIONS)) as llm,

@@ -96,7 +96,7 @@ def answers(llm, form, structure, prompt="Once upon a time", tools=TOOLS, **more
 
 
 def ending(llm):
-    """What makes it likely that a document of random tokens comes to its end."""
+    """Logit bias that makes it likely that a document of random tokens ends."""
     renderer = llm.engine.renderer
     ids = [
         token

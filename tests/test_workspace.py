@@ -44,7 +44,8 @@ NOT_ON_THE_FLOOR = {
 
 
 def requirements_of_others() -> dict[str, dict[str, Requirement]]:
-    """What distributions require of other people's, extras too: name, distribution, requirement."""
+    """Requirements on third-party distributions, extras included: name, distribution,
+    requirement."""
     found: dict[str, dict[str, Requirement]] = {}
     for data in map(project, (ROOT, *FOLDERS)):
         extras = data.get("optional-dependencies", {}).values()

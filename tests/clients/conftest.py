@@ -17,8 +17,8 @@ import page
 
 KEY = "secret"
 PYTHON = os.environ.get("TOOLKIT_PYTHON", str(page.ROOT / ".venv" / "bin" / "python"))
-"""Of the environment with the workspace."""
-# What clients would ask of other hosts.
+"""Python of the environment with the workspace."""
+# Clients would request these from other hosts.
 os.environ |= {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "COHERE_API_KEY": KEY,
@@ -65,14 +65,14 @@ def serving(*arguments: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """Of a server that chats."""
+    """URL of a server that chats."""
     with serving() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def embed_url() -> Iterator[str]:
-    """Of a server that embeds."""
+    """URL of a server that embeds."""
     with serving("--convert", "embed") as found:
         yield found
 

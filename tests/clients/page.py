@@ -21,8 +21,10 @@ TINY = str(ROOT / "contrib_models" / "tiny" / "src" / "toolkit_lm_tiny" / "check
 
 _HEAD = """# Clients
 
+<!-- summary: Other projects' programs that work with the server unchanged -->
+
 Clients of other people's, unchanged but for the base URL, that were tried with `toolkit serve`, each with the version that passed.
-`make test-clients` tries them again, and writes this page.
+`make test-clients` tries them again, and `python tests/clients/page.py` writes this page.
 
 | client | version | what was tried |
 | --- | --- | --- |
@@ -65,8 +67,7 @@ aiperf profile --model MODEL --url http://127.0.0.1:8000 --api-key KEY --endpoin
 
 
 def versions(requirements: Path = CLIENTS) -> dict[str, str]:
-    """By client, the version that is tried: what the first paragraph of a file of requirements
-    pins."""
+    """Versions under test by client, which the first paragraph of a file of requirements pins."""
     return dict(
         re.findall(
             r"^([\w-]+)(?:\[\w+\])?==([\w.]+)$",

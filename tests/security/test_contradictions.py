@@ -52,7 +52,7 @@ LATER = {
     "a processor takes what has come": {"allowed_token_ids": [A], "no_repeat_ngram_size": 1},
 }
 DRAWN = {"logit_bias", "top_p", "typical_p", "temperature", "no_repeat_ngram_size"}
-"""What a beam search refuses."""
+"""Parameters that a beam search refuses."""
 PATHS = {
     "/v1/completions": {"prompt": "Once"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},

@@ -9,6 +9,8 @@ class Options(Struct, frozen=True):
     """Folder of the small model."""
     drafts: int = 4
     """Tokens that it drafts in a step."""
+    shares_embedding: bool = False
+    """It reads the large model's embeddings of tokens, in place of its own."""
 
 
 @hookimpl

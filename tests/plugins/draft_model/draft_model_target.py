@@ -1,7 +1,7 @@
-"""What the entry module names."""
+"""Target of the entry module."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class DraftModel(Drafter):
             histories.token_ids[row, start:end]
             for row, start, end in zip(inputs.rows, inputs.starts, ends, strict=True)
         ]
-        out = step.forward(self.small, np.arange(len(ends)), tokens, inputs.starts)
+        out = self._forward(step, np.arange(len(ends)), tokens, inputs.starts)
         lasts = (ends - inputs.starts).cumsum() - 1
         rows = np.flatnonzero(drawing)
         drafts = np.zeros((len(rows), 0), np.int64)
@@ -80,8 +80,17 @@ class DraftModel(Drafter):
             drawn = step.draw(self.small.compute_logits(hidden), rows, ahead, drafts)
             drafts = np.concatenate((drafts, drawn[:, None]), axis=1)
             if ahead + 1 < self.options.drafts:
-                hidden = step.forward(self.small, rows, drawn[:, None], known[rows] + ahead)
+                hidden = self._forward(step, rows, drawn[:, None], known[rows] + ahead)
         self._give(inputs, result, rows, drafts)
+
+    def _forward(
+        self, step: StepRun, rows: np.ndarray, tokens: Sequence[np.ndarray], start: np.ndarray
+    ) -> Tensor:
+        given = {}
+        if self.options.shares_embedding:
+            flat = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+            given["inputs_embeds"] = self.model.embed_input_ids(flat.to(self.device))
+        return step.forward(self.small, rows, tokens, start, **given)
 
     def _give(
         self, inputs: StepInputs, result: StepResult, rows: np.ndarray, drafts: np.ndarray

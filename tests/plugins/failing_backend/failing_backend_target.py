@@ -15,10 +15,10 @@ class FailingBackend(AttentionBackend):
     def build(self, batch):
         return fail()
 
-    def write_kv(self, layer, k, v, kv_cache, meta):
+    def write_kv(self, call):
         fail()
 
-    def forward(self, layer, q, k, v, kv_cache, meta, out):
+    def forward(self, call):
         fail()
 
 

@@ -7,7 +7,7 @@ from toolkit_lm_commands import CommandRegistry
 
 class Options(Struct):
     greeting: str = "hello"
-    """What to say."""
+    """Word to say."""
     times: int = 1
 
 

@@ -1,4 +1,4 @@
-"""What the entry module names: imported only when it is used."""
+"""Target of the entry module: imported only when it is used."""
 
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins

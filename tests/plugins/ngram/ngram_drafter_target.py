@@ -1,4 +1,4 @@
-"""What the entry module names."""
+"""Target of the entry module."""
 
 import numpy as np
 from toolkit_lm.step import Drafter

@@ -1,4 +1,4 @@
-"""What the entry module names."""
+"""Target of the entry module."""
 
 from toolkit_lm.scheduler import Request
 

@@ -13,7 +13,7 @@ from msgspec import Raw
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import Group, parallel_groups
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm.executor import Executor
+from toolkit_lm.executor import Executor, WorkerAnswer, call_worker
 from toolkit_lm.kv import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
@@ -22,8 +22,8 @@ from torch import Tensor
 
 
 class Meeting:
-    """Where the ranks of a group meet. Once it is aborted, whoever comes, or waits already,
-    fails."""
+    """Barrier at which the ranks of a group meet. After it is aborted, every rank that comes or
+    waits fails."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -118,7 +118,7 @@ class ThreadsExecutor(Executor):
                 box.put(None)
 
     def _collect(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        """What the ranks answer. Raises what the first to fail has raised."""
+        """Results of the ranks. Raises the error of the first rank that failed."""
         wait(futures)
         if self._death is not None:
             raise self._death
@@ -185,6 +185,13 @@ class ThreadsExecutor(Executor):
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         futures = self._start(lambda runner: runner.execute(plan))
         return self._collector.submit(lambda: self._collect(futures)[-1])
+
+    def call(self, method: str, payload: Raw) -> Future[list[WorkerAnswer]]:
+        futures = [
+            thread.submit(call_worker, runner, method, payload)
+            for thread, runner in zip(self._threads, self.runners, strict=True)
+        ]
+        return self._collector.submit(lambda: [future.result() for future in futures])
 
     def shutdown(self) -> None:
         self._abort(sum(self._groups, ()))

@@ -11,7 +11,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, ModelRegistry, hookimpl
 
 
 class AdapterParams(ProcessorParams):
-    """What a request says of its adapter."""
+    """Request parameters of the adapter."""
 
     adapter: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
 

@@ -1,4 +1,4 @@
-"""What the entry module names."""
+"""Target of the entry module."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class AdapterLlamaForCausalLM(LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor, positions: Tensor, **arguments: Any
     ) -> Tensor | IntermediateTensors:
-        embedded = self.embed(input_ids) + arguments.pop("adapters")
+        embedded = self.embed_input_ids(input_ids) + arguments.pop("adapters")
         return super().forward(input_ids, positions, inputs_embeds=embedded, **arguments)

@@ -76,8 +76,8 @@ class GlanceForConditionalGeneration(Model):
         )
         see_encoder_tokens(self.eye)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.language.embed(input_ids)
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.language.embed_input_ids(input_ids)
         return embedded
 
     def encode_items(

@@ -1,4 +1,4 @@
-"""What Glance makes of images in prompts."""
+"""Prompt rules of Glance: placeholders of images."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class QuantizingLoader(ShardLoader):
     ranks."""
 
     scale: Tensor | None = None
-    """Where the scales go."""
+    """Destination of the scales."""
     rows: ShardLoader | None = None
     """Cuts them."""
 
@@ -44,11 +44,11 @@ class QuantizingLoader(ShardLoader):
 class Int8Method(LinearMethod):
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         plain = spec.loader()
-        # Of the right size where nothing is loaded (load_format "dummy"): 127 steps of it are one.
-        # It is in no checkpoint.
+        # The right size if nothing is loaded (load_format "dummy"): 127 steps of it are one. It is
+        # in no checkpoint.
         self.scale = torch.full(spec.shape[:1], 1 / 127, dtype=torch.float32)
         layer.register_buffer("weight_scale", self.scale, persistent=False)
-        loader = QuantizingLoader(plain.parts, plain.dim, self.scale, ShardLoader(spec.outputs))
+        loader = QuantizingLoader(plain.shards, plain.dim, self.scale, ShardLoader(spec.outputs))
         self.weight = layer.weight = new_parameter(spec.shape, torch.int8, loader)
 
     def dequantized(self) -> Tensor:

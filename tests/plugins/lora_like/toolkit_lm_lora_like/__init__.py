@@ -12,12 +12,15 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
 class Options(Struct, frozen=True):
     folder: str = "."
     """Has a file NAME.safetensors for each adapter, which may come and go at any time."""
+    adapters: tuple[str, ...] = ()
+    """Those that are loaded at the start. An app loads others by `call_workers`, by the methods
+    "lora.load_adapter" and "lora.unload_adapter"."""
     num_slots: int = 2
-    """Adapters that a worker holds at a time."""
+    """Adapters that a step may have rows of."""
 
 
 class LoraParams(ProcessorParams):
-    """What a request says of its adapter."""
+    """Request parameters of the adapter."""
 
     lora: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
 

@@ -11,11 +11,5 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    # A state stands for all tokens so far: no prefix of them can be found in it again. And no
-    # position ends it.
-    models.add(
-        "MambaForCausalLM",
-        "toolkit_lm_mamba.model:MambaForCausalLM",
-        length_keys=(),
-        caches_prefixes=False,
-    )
+    # No position ends it.
+    models.add("MambaForCausalLM", "toolkit_lm_mamba.model:MambaForCausalLM", length_keys=())

@@ -68,10 +68,12 @@ class MambaMixer(CacheLayer):
         )
         self.rank = config.require("time_step_rank", int)
         self.state_size = config.require("state_size", int)
+        cache = vllm_config.cache
         self.spec = MambaSpec(
             block_size=vllm_config.max_model_len,
             channels=channels,
             kernel_size=config.require("conv_kernel", int),
+            snapshots=0 if cache.enable_prefix_caching is False else cache.block_size,
             rewinds=REWINDS if vllm_config.scheduler.drafter is not None else 0,
             state_size=self.state_size,
         )

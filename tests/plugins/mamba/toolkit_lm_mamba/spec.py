@@ -8,7 +8,8 @@ from toolkit_lm.kv import KVCacheSpec
 class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):
     """The last inputs of the convolution and the state, in float32: one block of max_model_len
     tokens, which every step writes. It holds a ring of them: those after token t are in place
-    t % (rewinds + 1), so that a step can begin after any of the last tokens."""
+    t % (rewinds + 1), so that a step can begin after any of the last tokens. Others begin from
+    snapshots of the block."""
 
     caches_prefixes: ClassVar[bool] = False
     forks_anywhere: ClassVar[bool] = False
@@ -24,5 +25,5 @@ class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):
 
     @property
     def places(self) -> int:
-        """Of the ring."""
+        """Places of the ring."""
         return self.rewinds + 1

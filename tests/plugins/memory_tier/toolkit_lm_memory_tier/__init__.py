@@ -5,7 +5,7 @@ from toolkit_lm.plugin import KVTierRegistry, hookimpl
 
 
 class Options(Struct, frozen=True):
-    """What the plugin can be told."""
+    """Options of the plugin."""
 
     capacity: int = 1000
     """Blocks that it keeps, of all KV groups together."""

@@ -1,4 +1,4 @@
-"""What Scribe makes of prompts."""
+"""Prompt rules of Scribe."""
 
 from toolkit_lm_encdec.rules import UsualRules
 
