@@ -30,7 +30,7 @@ TOPOLOGIES = {
 
 
 class Door(NamedTuple):
-    """What listens in a process, once the server is ready."""
+    """A listening socket of a process once the server is ready."""
 
     process: str
     kind: str
@@ -40,7 +40,7 @@ class Door(NamedTuple):
     network where `address` does."""
     address: str
     holds: str
-    """What holds against who can connect."""
+    """Protection against everyone who can connect."""
     topologies: tuple[str, ...]
 
 

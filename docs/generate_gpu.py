@@ -34,11 +34,11 @@ BAD = ("failed", "cut", "unrun")
 
 
 class Goal(NamedTuple):
-    """What is to be reached on a card."""
+    """A goal for a card."""
 
     text: str
     found: Callable[[Sequence[Line]], float | None]
-    """What was reached; None: it was not measured."""
+    """The reached value; None: it was not measured."""
     shown: str
     """How that is written."""
     least: float | None = None
@@ -61,7 +61,7 @@ def parity(lines: Sequence[Line]) -> float | None:
 def best(
     part: str, check: str, key: str, choose: Callable[[Iterable[float]], float] = max
 ) -> Callable[[Sequence[Line]], float | None]:
-    """Of all jobs of a part, the best number of a check."""
+    """Finder of a check's best number over all jobs of a part."""
 
     def find(lines: Sequence[Line]) -> float | None:
         found = [
@@ -115,7 +115,7 @@ def page() -> str:
 
 
 def text(file: Path | None) -> str:
-    """What is written, of a file of results; None: there is none."""
+    """Page text for a file of results; None: there is none."""
     if file is None:
         return NOTHING + goals(()) + "\n"
     head, *lines = read(file)
@@ -209,7 +209,7 @@ def speeds(checks: Sequence[Line]) -> str:
 
 
 def faults(checks: Sequence[Line]) -> str:
-    """What failed, and what could not run, each reason once."""
+    """Failed checks, and checks that could not run, each reason once."""
     told = Counter(
         (line["outcome"], line["part"], line["job"], line.get("why", ""))
         for line in checks

@@ -23,9 +23,9 @@ from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
 PLUGINS = ("structured_output", "parsers", "sampling_extra")
-"""Those that bring sampling parameters."""
+"""Plugins that bring sampling parameters."""
 _MEDIA = {"audio": "recordings"}
-"""What a model takes, where it is no plural of a modality's name."""
+"""Names of a model's inputs that are not the plural of a modality's name."""
 BEGIN = "<!-- written by docs/generate_options.py -->\n"
 END = "<!-- end of what is written -->\n"
 
@@ -109,22 +109,22 @@ def model_tables() -> str:
 
 
 def twice_table() -> str:
-    """What checkpoints say in two places, and which of them wins."""
-    rows = "".join(f"| {rule.what} | {rule.places} | {rule.wins} |\n" for rule in TWICE)
+    """Table of the settings that checkpoints state twice, and the one that wins."""
+    rows = "".join(f"| {rule.subject} | {rule.places} | {rule.wins} |\n" for rule in TWICE)
     told = (
-        "A log line tells each contradiction, as the table says. Equal statements are no reason "
-        "to complain."
+        "A contradiction is resolved as the table says. A log line reports it where the table has "
+        "the word logged. Equal values are not reported."
     )
     return (
         f"\n### What checkpoints say twice\n\n{told}\n\n| what | is said by | what wins |\n| --- "
         f"| --- | --- |\n{rows}\n"
-        "Where config.json names no `architectures`, its `model_type` does, if one class is "
-        "registered for it, or a fallback knows one.\n"
+        "If config.json names no `architectures`, its `model_type` decides, provided that one "
+        "class is registered for it, or that a fallback knows one.\n"
     )
 
 
 def model_row(models: ModelRegistry, entry: ModelEntry) -> str:
-    """What an architecture does, and what it takes."""
+    """Row of an architecture: its tasks and its inputs."""
     media = () if entry.multimodal is None else models.load_multimodal(entry.key).modalities
     takes = [
         "text",
@@ -141,7 +141,7 @@ def plugin_table(plugin: str) -> str:
     """The sampling parameters that a plugin brings."""
     registry = Plugins.load(PluginsConfig(plugins=[plugin])).logits_processors
     return (
-        f"Of the plugin `{plugin}`, which is toolkit-lm-{plugin.replace('_', '-')}:\n"
+        f"Parameters of the plugin `{plugin}`, from toolkit-lm-{plugin.replace('_', '-')}:\n"
         f"{params_table(registry.params.values())}"
     )
 
@@ -158,7 +158,7 @@ def params_table(params: Iterable[Option]) -> str:
 
 
 def param_values(o: Option) -> str:
-    """What a sampling parameter may be."""
+    """Allowed values of a sampling parameter."""
     spec = spec_of(o)
     most = f"up to {spec.max_items} " if spec.max_items else ""
     if o.is_mapping:
@@ -189,7 +189,7 @@ def param_values(o: Option) -> str:
 
 
 def values(o: Option) -> str:
-    """What may be given."""
+    """Allowed values of an option."""
     if o.choices:
         return ", ".join(f"`{choice}`" for choice in o.choices)
     if o.is_mapping:

@@ -49,7 +49,7 @@ END = "<!-- end of what is written -->\n"
 
 
 def bodies() -> dict[str, type[BaseModel]]:
-    """By route, the class of its body, with the parameters of the plugins of this distribution."""
+    """Classes of bodies by route, with the parameters of the plugins of this distribution."""
     processors = Plugins.load(PluginsConfig()).logits_processors
     return {
         "/v1/chat/completions": body_of(ChatBody, processors, {}),
@@ -78,11 +78,9 @@ def bodies() -> dict[str, type[BaseModel]]:
 
 
 def verdict(body: type[BaseModel], name: str) -> Verdict | None:
-    """What becomes of a field, or of one inside of an object ("text.format"). None: the body reads
-    it.
+    """Treatment of a field, or of a nested one ("text.format"). None: the body reads it.
 
-    Raises KeyError for an unknown one.
-    """
+    Raises KeyError for an unknown one."""
     outer, _, inner = name.partition(".")
     stated = {one.alias or field for field, one in body.model_fields.items()}
     verdicts: Verdicts = getattr(body, "verdicts", SPEECH)
@@ -114,7 +112,7 @@ def tables() -> Iterator[str]:
 
 
 def table(route: str, body: type[BaseModel], peers: Mapping[str, str]) -> Iterator[str]:
-    """Of one route: what is read under its own name, then the rest."""
+    """Table of one route: fields read under their own names first, then the rest."""
     whose: dict[str, list[str]] = {}
     for peer, names in peers.items():
         for name in names.split():
@@ -126,22 +124,20 @@ def table(route: str, body: type[BaseModel], peers: Mapping[str, str]) -> Iterat
     if others:
         yield "\n| field | whose | here |\n| --- | --- | --- |\n"
     for name, one in others.items():
-        yield f"| `{name}` | {', '.join(dict.fromkeys(whose[name]))} | {told(one)} |\n"
+        yield f"| `{name}` | {', '.join(dict.fromkeys(whose[name]))} | {reported(one)} |\n"
 
 
-def told(one: Verdict) -> str:
+def reported(one: Verdict) -> str:
     """In words."""
     match one.becomes:
         case "renamed":
             return f"obeyed, as `{one.note}`"
         case "idle":
             return f"no effect: {one.note}"
-        case "told":
-            return f"ignored, and told: {one.note}"
+        case "reported":
+            return f"ignored and reported: {one.note}"
     values = ", ".join(f"`{json.dumps(value)}`" for value in one.neutral)
-    without = (
-        f" beside {' or '.join(f'`{name}`' for name in one.qualifies)}" if one.qualifies else ""
-    )
+    without = f" with {' or '.join(f'`{name}`' for name in one.qualifies)}" if one.qualifies else ""
     return f"refused{without}{f', but for {values}' if values else ''}: {one.note}"
 
 

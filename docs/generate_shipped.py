@@ -18,10 +18,9 @@ FILE = Path(__file__).parents[1] / "core" / "src" / "toolkit_lm" / "plugin" / "s
 
 
 def table() -> dict[str, dict[str, str]]:
-    """By the noun of a registry: the distribution that brings each key.
+    """Distributions that bring each key, by the noun of the registry.
 
-    "name" has those of the package toolkit_lm, "sampling parameter" those of logits processors.
-    """
+    "name" has those of the package toolkit_lm, "sampling parameter" those of logits processors."""
     found: dict[str, dict[str, str]] = {}
     plugins = Plugins.load()
     for processor in plugins.logits_processors.entries():

@@ -27,8 +27,8 @@ def page() -> str:
 
 
 def tables() -> str:
-    """What has an option here, what needs none, and what is refused: of the engine, then of the
-    server."""
+    """Tables of vLLM's names that have an option here, need none, or are refused: of the engine,
+    then of the server."""
     text = ""
     for title, of_server in (("Options of the engine", False), ("Flags of the server", True)):
         rows = names(TABLE.values(), of_server=of_server)
