@@ -1,5 +1,5 @@
-"""What costly clients do to a small request beside them: its time, the server's memory, and what is
-left behind.
+"""Measures the harm of costly clients to a small request sent at the same time: its time, the
+server's memory, and leftovers.
 
 usage: python benchmarks/attack.py [--seconds 20] [--model tiny] [--attackers 8]
 
@@ -56,7 +56,7 @@ class Attack:
         await self._settled()
 
     async def _watched(self) -> tuple[Honest, list[list[int]]]:
-        """What an honest client meets, and the bytes of front and engine meanwhile."""
+        """Results of an honest client, and the memory in bytes of front and engine meanwhile."""
         honest = asyncio.create_task(ask_small(self.server.port, self.seconds, self.expected))
         resident = []
         while not honest.done():

@@ -85,14 +85,13 @@ STREAM = json.dumps(
 CONNECTION_KINDS = ("half-open connections", "slow readers", "aborted streams")
 KINDS = (*BODIES, *CONNECTION_KINDS)
 BROKEN_OFF = (OSError, ValueError, IndexError, asyncio.IncompleteReadError)
-"""What a client meets when the server hangs up."""
+"""Errors of a client when the server hangs up."""
 Outcomes = dict[str, Counter[str]]
-"""By kind of attack: how often which status came, or what else."""
+"""Counts of statuses and other outcomes, by kind of attack."""
 
 
 class Honest(NamedTuple):
-    """What an honest client met: seconds of each request, and answers that were not the expected
-    one."""
+    """Results of an honest client: seconds of each request, and unexpected answers."""
 
     seconds: list[float]
     health: list[float]

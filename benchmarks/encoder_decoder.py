@@ -208,7 +208,7 @@ class Peer:
 def measure_peer(
     ours: Ours, peer: Peer, vocab_size: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """As `measure`."""
+    """The same measurements as in `measure`."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
         given = prompts(BATCH, 0, vocab_size, index, speech=True)
@@ -228,7 +228,7 @@ def measure_peer(
 def measure(
     ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool, mixed: bool
 ) -> dict[str, list[tuple[float, float]]]:
-    """By row of the table, seconds of ours and of theirs, one pair for each round."""
+    """Seconds of ours and of theirs by row of the table, one pair per round."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
         given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index, speech=speech, mixed=mixed)

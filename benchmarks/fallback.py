@@ -1,5 +1,5 @@
-"""What it costs that the transformers fallback proves itself: the start of a Llama of 153 M
-parameters, with and without.
+"""Measures the cost of the transformers fallback's proof: the start of a Llama of 153 M
+parameters, with and without it.
 
 usage: python benchmarks/fallback.py [--runs 5] [--dtypes bfloat16 float32]
 

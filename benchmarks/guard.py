@@ -1,4 +1,4 @@
-"""What a decode step takes, in figures that do not depend on the machine: Python calls, Python
+"""Measures a decode step in figures that do not depend on the machine: Python calls, Python
 memory, torch operations, torch memory.
 
 usage: python benchmarks/guard.py [--check] [--instructions]
@@ -55,7 +55,7 @@ FIGURES: dict[int, dict[str, float]] = {
         "instructions": 14_560_000,
     },
 }
-"""By rows, what a step takes."""
+"""Figures of a step, by number of rows."""
 
 WARMUP = 16
 STEPS = 16
@@ -90,7 +90,7 @@ def measure(step: Step) -> dict[str, float]:
 
 
 def count_calls(step: Step) -> dict[str, float]:
-    """Of Python functions, and of functions in C out of Python."""
+    """Calls of Python functions, and of C functions from Python."""
     calls = 0
 
     def see(frame: FrameType, event: str, argument: object) -> None:
@@ -150,7 +150,8 @@ def count_left(step: Step) -> dict[str, float]:
 
 
 def count_instructions() -> dict[int, dict[str, float]]:
-    """By rows. Raises CalledProcessError or FileNotFoundError where the tools are not there."""
+    """Instructions by number of rows. Raises CalledProcessError or FileNotFoundError if the tools
+    are missing."""
     with TemporaryDirectory() as folder:
         source = Path(folder, "collector.c")
         library = Path(folder, "collector.so")
@@ -185,7 +186,7 @@ def run_collected(library: str) -> None:
 
 
 def over(found: dict[str, float], figures: dict[str, float]) -> Iterator[str]:
-    """What is above its figure by more than the tolerance."""
+    """Figures that are exceeded by more than the tolerance."""
     for name, value in found.items():
         if value > figures[name] * (1 + TOLERANCE) + SLACK:
             yield (

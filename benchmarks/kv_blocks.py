@@ -1,4 +1,4 @@
-"""What it costs to move KV blocks between the device and bytes of the host, by how they lie.
+"""Measures the cost of moving KV blocks between the device and host memory, by their layout.
 
 usage: python benchmarks/kv_blocks.py [--device cpu] [--rounds 7]
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 _BYTES = 256 * 2**20
-"""Of a cache, so that no processor's cache holds it."""
+"""Bytes of a cache, larger than any processor's cache."""
 _MOVED = 64
 """Blocks, in one go."""
 

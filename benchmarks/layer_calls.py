@@ -1,4 +1,5 @@
-"""What a decode step saves by decoder layers in one call of the kernels, by family.
+"""Measures the gain of computing decoder layers in one call of the kernels, per decode step and
+family.
 
 usage: python benchmarks/layer_calls.py [--families llama,granite,gemma3,olmo2,mixtral] [--rows
 1,32] [--steps 30] [--turns 4]

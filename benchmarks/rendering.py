@@ -1,4 +1,4 @@
-"""What rendering a chat costs beside the tokenizer's own work on the same text.
+"""Measures the cost of rendering a chat on top of the tokenizer's own work on the same text.
 
 usage: python benchmarks/rendering.py [--tokens 4096] [--runs 31] [--check]
 

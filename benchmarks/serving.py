@@ -1,5 +1,5 @@
-"""What the HTTP server costs: 64 concurrent streams against `LLM.generate` on the same prompts,
-runs interleaved (A B A B), medians.
+"""Measures the cost of the HTTP server: 64 concurrent streams against `LLM.generate` on the same
+prompts, runs interleaved (A B A B), medians.
 
 usage: python benchmarks/serving.py [--runs 3] [--streams 64] [--output 128] [--model FOLDER]
 
@@ -125,7 +125,7 @@ class Server:
 
 
 class Emissions:
-    """What the plugin wrote of one run."""
+    """Log of the plugin for one run."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._steps = sorted(row["time"] for row in rows if row["kind"] == "step")

@@ -18,7 +18,7 @@ from soak_load import Load
 SERVER = {"dtype": "float32", "max-model-len": MAX_MODEL_LEN}
 """All bounds are the defaults: they are what is attacked."""
 MOST_SLOWDOWN = 3
-"""Of the p99 of small requests."""
+"""Highest ratio of slowdown of small requests' p99."""
 MOST_PROBE_SECONDS = 0.1
 PROBED_SECONDS = 180
 """That /health and /metrics may take, and the shortest run that says so: on a busy machine one of a
@@ -38,7 +38,7 @@ SETTLED_SECONDS = 30
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Resources of a process."""
 
     files: int
     threads: int
@@ -92,8 +92,8 @@ class AttackedLoad:
         return found
 
     async def _settled(self, baseline: list[Held] | None) -> list[Held]:
-        """What each process holds some seconds later; with a baseline as soon as it is no more than
-        that."""
+        """Resources of each process some seconds later; with a baseline, as soon as they are down
+        to it."""
         end = time.monotonic() + (5 if baseline is None else SETTLED_SECONDS)
         while True:
             await asyncio.sleep(1)

@@ -19,10 +19,10 @@ LONG_AGO = (
     "Then a friend named Mia came to help. They found the red ball under a tree, and Max was "
     "happy again. "
 )
-"""What many prompts begin with."""
+"""Common beginning of many prompts."""
 MAX_MODEL_LEN = 256
 MOST_TOKENS = 280
-"""Of all sequences of a request together; a little less than what the pool holds."""
+"""Tokens of all sequences of a request together; a little less than the pool holds."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Job:
     size: int
     """Most tokens of prompt and output."""
     text: str
-    """What comes for sure: up to the first token whose choice is not clear (the two best logits are
-    closer than the margin)."""
+    """The certain part of the text: up to the first token whose choice is not clear (the two best
+    logits are closer than the margin)."""
     whole: bool
     """Every choice was clear: `text`, `num_tokens` and `finish_reason` are the whole answer's."""
     num_tokens: int
     finish_reason: str
 
     def complaint(self, text: str, finish_reason: str | None) -> str | None:
-        """What is wrong with an answer."""
+        """Fault of an answer; None: it is right."""
         if not (text == self.text if self.whole else text.startswith(self.text)):
             return f"{self.body} gave {text!r}, not {self.text!r}"
         if self.whole and finish_reason != self.finish_reason:

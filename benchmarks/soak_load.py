@@ -70,7 +70,7 @@ class Load:
         self._seed = seed
         self._priorities = priorities
         self.tally: Counter[tuple[str, str]] = Counter()
-        """By kind and outcome."""
+        """Counts by kind and outcome."""
         self.violations: list[str] = []
         self.num_compared = 0
         """Choices that were compared with the reference."""

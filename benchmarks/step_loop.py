@@ -1,4 +1,4 @@
-"""What a decode step takes outside the model: the plan, its inputs, the draw, results and text.
+"""Measures a decode step outside the model: the plan, its inputs, the draw, results and text.
 
 usage: python benchmarks/step_loop.py [--model tiny] [--rows 1,8,32] [--steps 300] [--temperature 0]
 [--dtype bfloat16]
@@ -45,7 +45,7 @@ class Clock:
 
         return timed
 
-    def take(self) -> float:
+    def pop_ms(self) -> float:
         seconds, self.seconds = self.seconds, 0.0
         return 1000 * seconds
 
@@ -75,8 +75,8 @@ def measure(
             start = time.perf_counter()
             llm.engine.step()
             whole = 1000 * (time.perf_counter() - start)
-            core = in_core.take()
-            computed = in_model.take()
+            core = in_core.pop_ms()
+            computed = in_model.pop_ms()
             if number >= WARMUP:
                 found.append((whole, computed, core - computed, whole - core))
     whole, computed, outside, text = (median(column) for column in zip(*found, strict=True))

@@ -1,5 +1,5 @@
-"""What a streamed token costs the front, by the length of the answer: CPU time, which must not grow
-with what was sent before.
+"""Measures the front end's CPU time per streamed token by the length of the answer. It must not
+grow with the text sent before.
 
 usage: python benchmarks/streaming.py [--runs 5] [--check]
 
@@ -42,7 +42,7 @@ def stream(token_ids: list[int], renderer: Renderer) -> str:
     for index, token in enumerate(token_ids):
         reason = "length" if index == len(token_ids) - 1 else None
         state.apply(EngineOutput(request_id="0", index=0, token_ids=[token], finish_reason=reason))
-        output = state.take()
+        output = state.next_output()
         assert output is not None, "there is nothing new"
         [new] = output.outputs
         assert list(new.token_ids) == [token], "the caller gets each token once"

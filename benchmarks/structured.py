@@ -1,5 +1,5 @@
-"""What structured output costs, and what forced tokens save: runs interleaved (A B A B), medians.
-"free" is generation without a grammar.
+"""Measures the cost of structured output, and the gain from forced tokens: runs interleaved (A B
+A B), medians. "free" is generation without a grammar.
 
 usage: python benchmarks/structured.py [--quick] [--runs 5] [--rows 32] [--backend
 llguidance,xgrammar] [--model FOLDER]

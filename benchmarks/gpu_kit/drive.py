@@ -25,7 +25,7 @@ _BAD = ("failed", "cut", "unrun")
 
 
 @dataclass(frozen=True)
-class Part:
+class Stage:
     """Processes that belong together."""
 
     name: str
@@ -50,7 +50,7 @@ class Driver:
     def exit_code(self) -> int:
         return FAILED if any(self.counts[one] for one in _BAD) else PASSED
 
-    def run(self, part: Part) -> None:
+    def run(self, part: Stage) -> None:
         """Runs the jobs of a part. Each may take an equal share of the time that the part has
         left."""
         end = self._begun + self._seconds * part.ends
@@ -74,7 +74,7 @@ class Driver:
             )
             print(f"{part.name} {job.name}: {told}", flush=True)
 
-    def add(self, part: Part, job: Job, line: dict[str, Any]) -> None:
+    def add(self, part: Stage, job: Job, line: dict[str, Any]) -> None:
         """Writes a line, and prints it; of tests, which are many, those alone that are bad."""
         line = {
             "part": part.name,

@@ -25,7 +25,7 @@ COMMIT = "COMMIT"
 
 @dataclass(frozen=True)
 class Job:
-    """What one process runs."""
+    """Command of one process."""
 
     name: str
     command: tuple[str, ...]
@@ -77,7 +77,7 @@ def run(job: Job, limit: float) -> Iterator[dict[str, Any]]:
 def _followed(
     job: Job, process: subprocess.Popen[bytes], lines: int, end: float, log: IO[bytes]
 ) -> Iterator[dict[str, Any]]:
-    """What it says, and at its end what is wrong with the process itself."""
+    """Lines that the process writes, and at its end any fault of the process itself."""
     begun = time.monotonic()
     num_lines = 0
     has_failed = False

@@ -1,4 +1,4 @@
-"""What the card can do at most: bytes a second of a copy, and FLOP a second of a matrix product."""
+"""The card's limits: bytes a second of a copy, and FLOP a second of a matrix product."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from gpu_kit.report import checking
-from gpu_kit.shape_8b import Plan
+from gpu_kit.shape_8b import ShapePlan
 
 COPY = "GPU_KIT_COPY"
 PRODUCT = "GPU_KIT_PRODUCT"
@@ -27,7 +27,7 @@ def best(work: Callable[[], object], synchronize: Callable[[], object], tries: i
     return min(times[1:])
 
 
-def measure_limits(plan: Plan) -> None:
+def measure_limits(plan: ShapePlan) -> None:
     """Bytes a second, read and written, of a copy; FLOP a second of a matrix product."""
     import torch
 

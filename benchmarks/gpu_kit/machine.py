@@ -26,7 +26,7 @@ REFUSALS = "refusals"
 
 
 def card() -> dict[str, Any]:
-    """What the card is."""
+    """Properties of the card."""
     import torch
 
     found = torch.cuda.get_device_properties(0)
@@ -48,7 +48,7 @@ def _driver() -> str:
 
 
 def no_card() -> str | None:
-    """Why there is no card; None: there is one."""
+    """Reason why no card can be used; None: there is one."""
     import torch
 
     if torch.cuda.is_available():
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
 
 
 def refusals(device: str) -> dict[str, str | None]:
-    """Of each attention backend, for layers of an 8B shape: why it refuses, or None."""
+    """Reasons to refuse layers of an 8B shape, or None, by attention backend."""
     from toolkit_lm.attention import AttentionSpec, AttentionType
     from toolkit_lm.kv import FullSpec
     from toolkit_lm.plugin import Plugins

@@ -1,4 +1,4 @@
-"""What our distributions need and a machine lacks, with who needs it."""
+"""Requirements of our distributions that a machine lacks, with the distributions that need them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOTS = (
     "pytest-timeout",
     "pytest-xdist",
 )
-"""What the kit runs."""
+"""Distributions that the kit runs."""
 OURS = "toolkit-lm"
 MUST = ("toolkit-lm-core",)
 """Without what this one needs, nothing runs."""
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 Find = Callable[[str], Found | None]
-"""By a distribution's canonical name; None: it is not there."""
+"""Finds a distribution by its canonical name; None: it is not there."""
 
 
 class Lack(NamedTuple):
@@ -54,7 +54,7 @@ class Lack(NamedTuple):
 def lacking(
     find: Find, roots: Iterable[str] = ROOTS, environment: Mapping[str, str] | None = None
 ) -> list[Lack]:
-    """What is missing, each by its name once. `environment`: of markers, where it is not this
+    """Missing requirements, each by its name once. `environment`: values of markers, if not this
     machine's."""
     waiting = [(Requirement(root), "the kit") for root in roots]
     seen: set[tuple[str, str]] = set()
@@ -89,8 +89,8 @@ def _holds(requirement: Requirement, extra: str, environment: Mapping[str, str] 
 
 
 def find_here(name: str, looked_into: Path | None = None) -> Found | None:
-    """What this Python can import. Requirements are those of our distributions, and of all below
-    `looked_into`."""
+    """Finds a distribution that this Python can import. Requirements are those of our
+    distributions, and of all below `looked_into`."""
     try:
         there = metadata.distribution(name)
     except metadata.PackageNotFoundError:

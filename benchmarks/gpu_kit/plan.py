@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpu_kit import tests_of
-from gpu_kit.drive import Part
+from gpu_kit.drive import Stage
 from gpu_kit.jobs import Job, module
 
 SECONDS = 480.0
-"""Of all parts, and what `Part.ends` is a share of."""
+"""Seconds of all parts; `Stage.ends` is a share of it."""
 WITHOUT_GRAPHS = {"flash_attn": "torch", "triton": "triton", "sdpa": "torch"}
 """Attention backends that are measured, the most promising first, with their kernels."""
 WITH_GRAPHS = {"flash_attn": "piecewise", "triton": "full_and_piecewise", "sdpa": "piecewise"}
@@ -18,18 +18,18 @@ NO_CUDNN = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 
 class Kit:
-    """What jobs are made of. Part 0 finds what its attributes say."""
+    """Facts from which jobs are made. Part 0 sets the attributes."""
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
         self.refusals: Mapping[str, str | None] = {}
-        """Of attention backends."""
+        """Reasons to refuse, by attention backend."""
         self.limits: dict[str, str] = {}
-        """What the card can do, as environment variables: see limits.py."""
+        """The card's limits as environment variables: see limits.py."""
         self._device = ("--device", "cpu" if quick else "cuda")
         self._short = ("--quick",) if quick else ()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Stage]:
         """In their order: what says whether anything is right comes before what says how fast it
         is."""
         ends = {
@@ -55,7 +55,7 @@ class Kit:
             "G": ("other shapes", self.shapes),
         }
         return [
-            Part(name, title, ends[name] / SECONDS, lambda jobs=jobs: list(jobs()))
+            Stage(name, title, ends[name] / SECONDS, lambda jobs=jobs: list(jobs()))
             for name, (title, jobs) in parts.items()
         ]
 
@@ -91,6 +91,7 @@ class Kit:
         yield tests_of.job("flex and others", tests_of.OTHERS, quick=self.quick)
         for value, name in (("0", "cuDNN where torch has it"), ("1", "cuDNN last")):
             yield module(name, "sdpa_order", *self._short, **{NO_CUDNN: value})
+        yield module("quantized products", "quantized", *self._short)
         yield module("inductor", "smoke", *self._device, "--cases", "inductor")
 
     def shapes(self) -> Iterator[Job]:

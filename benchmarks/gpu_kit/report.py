@@ -22,11 +22,11 @@ LONGEST = 3000
 
 
 class RefusedError(Exception):
-    """What a check raises where something says that it cannot run here, and why."""
+    """Raised by a check that cannot run here, with the reason."""
 
 
 class MissedError(Exception):
-    """What a check raises where it ran, and found something else than it should."""
+    """Raised by a check that ran and found a wrong result."""
 
 
 def emit(check: str, outcome: str, **found: Any) -> None:

@@ -1,5 +1,5 @@
-"""What the order of torch's kernels for attention costs where every length is new: cuDNN makes a
-plan for each.
+"""Measures the cost of the order of torch's attention kernels when every length is new: cuDNN
+makes a plan for each.
 
 usage: python -m gpu_kit.sdpa_order [--quick]
 
@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 from gpu_kit.report import checking, die_with_the_kit
-from gpu_kit.shape_8b import FULL, QUICK, Plan
+from gpu_kit.shape_8b import FULL, QUICK, ShapePlan
 
 LENGTHS = 6
 
 
-def measure(plan: Plan, found: dict[str, Any]) -> None:
+def measure(plan: ShapePlan, found: dict[str, Any]) -> None:
     """Milliseconds of causal attention of one prompt: of lengths that are new, and again."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention

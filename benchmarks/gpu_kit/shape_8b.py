@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShapePlan:
     """A shape, and how much of it is measured."""
 
     device: str
@@ -21,20 +21,20 @@ class Plan:
     kv_heads: int
     head_size: int
     rows: tuple[int, int, int]
-    """Of the decode batches."""
+    """Rows of the decode batches."""
     short: int
     long: int
     """Tokens of the contexts that are decoded after."""
     steps: int
-    """Of decode."""
+    """Decode steps."""
     prompts: int
     length: int
-    """Of each prompt of the prefill."""
+    """Length of each prompt of the prefill."""
     budget: int
     """Tokens of a step. The prompt in chunks has four times as many."""
     copy_bytes: int
     side: int
-    """Of the matrices."""
+    """Side of the matrices."""
 
     @property
     def product_weights(self) -> int:
@@ -52,7 +52,7 @@ class Plan:
 
     @staticmethod
     def decode_name(rows: int, keys: int) -> str:
-        """Of the check that measures it."""
+        """Name of the check that measures it."""
         return f"decode, {rows} row{'s' if rows > 1 else ''} after {keys} tokens"
 
     def decode_bytes(self, rows: int, keys: float) -> float:
@@ -62,7 +62,7 @@ class Plan:
         return self.item_bytes * (self.product_weights + head + cached)
 
     def prefill_flops(self, prompts: int, length: int) -> float:
-        """Of all prompts; the head computes one token of each."""
+        """FLOP of all prompts; the head computes one token of each."""
         scores = 2 * 2 * self.layers * self.heads * self.head_size * prompts * length**2 / 2
         return (
             2 * self.product_weights * prompts * length
@@ -93,7 +93,7 @@ class Plan:
         return folder
 
 
-FULL = Plan(
+FULL = ShapePlan(
     device="cuda",
     dtype="bfloat16",
     vocab_size=128256,
@@ -113,7 +113,7 @@ FULL = Plan(
     copy_bytes=2**31,
     side=8192,
 )
-QUICK = Plan(
+QUICK = ShapePlan(
     device="cpu",
     dtype="float32",
     vocab_size=512,

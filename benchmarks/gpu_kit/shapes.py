@@ -238,7 +238,7 @@ SHAPES: dict[str, tuple[Write, Ask, str, dict[str, Any]]] = {
     "LLaVA 1.5 7B": (llava, seen, "tokens", {"max_model_len": 1024}),
     "MiniLM": (minilm, embedded, "texts", {"runner": "pooling", "max_model_len": 256}),
 }
-"""By name: what writes its config, what asks it, what that counts, and options."""
+"""Writer of the config, runner, counted unit and options, by name."""
 
 
 def measure(name: str, quick: bool, found: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Told:
-    """What an engine says of the prompts."""
+    """Answer of an engine to the prompts."""
 
     tokens: list[list[int]]
     gaps: list[list[float]]

@@ -23,7 +23,7 @@ from typing import Any
 
 from gpu_kit.limits import COPY, PRODUCT
 from gpu_kit.report import MissedError, checking, die_with_the_kit
-from gpu_kit.shape_8b import FULL, QUICK, Plan
+from gpu_kit.shape_8b import FULL, QUICK, ShapePlan
 
 START = "start to the first token"
 PREFILL = "prefill"
@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3
 
 
 def share_of(limit: str, rate: float) -> dict[str, float]:
-    """Of a limit that the kit's first process has measured; nothing where it has not."""
+    """Share of a limit that the kit's first process has measured; empty if it has not."""
     measured = float(os.environ.get(limit, "0"))
     return {"share": round(rate / measured, 4)} if measured else {}
 
@@ -39,12 +39,12 @@ def share_of(limit: str, rate: float) -> dict[str, float]:
 class Bench:
     """An engine with the plan's shape."""
 
-    def __init__(self, plan: Plan, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, plan: ShapePlan, folder: Path, args: argparse.Namespace) -> None:
         from toolkit_lm import LLM
 
         self.plan = plan
         self.is_compiled = args.graphs != "none"
-        # Of the batches that are measured alone: each one more is captured before the first number.
+        # Batches that are measured alone: one more of each is captured before the first number.
         details = {
             "backend": args.parts,
             "cudagraph_mode": args.graphs,
@@ -139,7 +139,7 @@ class Bench:
 
 
 def measurements(bench: Bench) -> dict[str, Callable[[dict[str, Any]], None]]:
-    """By name, what says most first: what comes late may be cut."""
+    """Measurements by name, the most telling first: late ones may be cut."""
     plan = bench.plan
 
     def decode(rows: int, keys: int, **params: Any) -> Callable[[dict[str, Any]], None]:
@@ -162,7 +162,7 @@ def measurements(bench: Bench) -> dict[str, Callable[[dict[str, Any]], None]]:
     return found
 
 
-def measure(plan: Plan, folder: Path, args: argparse.Namespace) -> None:
+def measure(plan: ShapePlan, folder: Path, args: argparse.Namespace) -> None:
     import psutil
 
     bench = None

@@ -14,12 +14,14 @@ KITS = {
     "contrib_backends/flash_attn/tests/test_flash_attn_kit.py": "TestFlashAttn",
     "contrib_backends/triton/tests/test_triton_kit.py": "",
     "contrib_backends/triton/tests/test_triton_kernels.py": "",
+    "contrib_backends/triton/tests/test_triton_quantized.py": "",
     "contrib_backends/triton/tests/test_triton_engine.py": "",
     "tests/test_parity_llama.py": "OnCuda",
     "tests/test_attention_masks.py": "cuda",
 }
-"""By file a word that the names of its tests have, or "" for all. The last have the most tests:
-what is cut is of theirs."""
+"""Word in the names of a file's tests, or "" for all, by file. The last files have the most tests:
+if
+time runs out, theirs are cut."""
 GRAPHS = {
     "contrib_backends/compile/tests/test_cuda_graphs.py": "",
     "contrib_backends/triton/tests/test_triton_graphs.py": "on_a_gpu",
@@ -31,7 +33,7 @@ OTHERS = {
     "contrib_backends/flashinfer/tests/test_flashinfer_backend.py": "",
     "contrib_backends/xformers/tests/test_xformers_kit.py": "TestXformers",
 }
-"""Of backends that are not asked for first."""
+"""Test files of backends with lower priority."""
 WORKERS = 12
 FIRST_OF_A_DRY_RUN = 2
 """Tests of each file."""
@@ -47,7 +49,7 @@ def job(
 ) -> Job:
     """pytest on files, in processes side by side: compilers keep them busy."""
     environ = {SELECT: json.dumps(files)} | ({FIRST: str(FIRST_OF_A_DRY_RUN)} if quick else {})
-    # Of other versions than the project's, warnings are no faults.
+    # Warnings of other versions than the project's are not faults.
     options = (
         "-q",
         "--timeout",

@@ -1,0 +1,137 @@
+"""Measures products of quantized weights: the kernels `triton` against PyTorch's products of bf16,
+and its own of int4.
+
+usage: python -m gpu_kit.quantized [--quick]
+
+Each product is checked against the weight's floats, and timed for one row and for many. --quick
+checks small ones of PyTorch on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpu_kit.report import MissedError, checking, die_with_the_kit
+
+GROUP = 128
+ROWS = 1, 16, 1024
+ROUNDS = 20
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "int4 of groups": {"bits": 4, "groups": GROUP},
+    "int8 of groups": {"bits": 8, "groups": GROUP},
+    "int8 of outputs": {"bits": 8},
+    "MXFP4": {"bits": 4, "groups": 32, "is_table": True},
+    "float8 of outputs": {"is_float": True},
+}
+FAULT = 0.05
+"""Most relative error of a product: rounding x to float8 makes the most of it."""
+
+
+def make_weight(
+    size: int,
+    device: str,
+    bits: int = 8,
+    groups: int = 0,
+    is_table: bool = False,
+    is_float: bool = False,
+) -> Any:
+    """A QuantizedWeight [size, size]. `groups`: inputs of a group; 0: all."""
+    import torch
+    from toolkit_lm.model import QuantizedWeight
+
+    codes = torch.randint(0, 2**bits, (size, size), dtype=torch.uint8, device=device)
+    if is_float:
+        codes = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    half = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    table = torch.tensor([*half, *(-value for value in half)], device=device)
+    return QuantizedWeight(
+        codes=codes,
+        bits=bits,
+        scales=torch.rand(size, size // (groups or size), device=device).add_(0.1),
+        values=table if is_table else None,
+    )
+
+
+def microseconds(device: str, product: Callable[[], Any]) -> float:
+    """The least of some rounds. The first also compiles the kernels."""
+    import torch
+
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    least = float("inf")
+    for _ in range(ROUNDS):
+        synchronize()
+        begun = time.perf_counter()
+        product()
+        synchronize()
+        least = min(least, time.perf_counter() - begun)
+    return round(1e6 * least, 1)
+
+
+def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
+    """One kind of weight, with each number of rows."""
+    import torch
+    from toolkit_lm.model import Kernels, LinearSpec, Part
+
+    weight = make_weight(size, device, **WEIGHTS[name])
+    spec = LinearSpec(
+        kind="linear",
+        prefix="layer",
+        inputs=Part.whole(size),
+        outputs=(Part.whole(size),),
+        dtype=torch.bfloat16,
+    )
+    kernels = Kernels()
+    if device == "cuda":
+        from toolkit_lm_triton.layers import TritonKernels
+
+        kernels = TritonKernels()
+    method = kernels.quantized_method(spec, weight)
+    found["method"] = type(method).__name__
+    dense = weight.dequantized().bfloat16()
+    for rows in ROWS:
+        x = torch.randn(rows, size, device=device).bfloat16()
+        exact = x.float() @ weight.dequantized().T
+        error = float((method.multiply(x, None) - exact).norm() / exact.norm())
+        if not error <= FAULT:
+            raise MissedError(f"{rows} rows are off by {error:.3f} of the product")
+        found[f"error_{rows}"] = round(error, 5)
+        found[f"us_{rows}"] = microseconds(device, lambda x=x: method.multiply(x, None))
+        found[f"bf16_us_{rows}"] = microseconds(
+            device, lambda x=x: torch.nn.functional.linear(x, dense)
+        )
+        if name == "int4 of groups" and device == "cuda":
+            found[f"torch_int4_us_{rows}"] = of_torch(x, weight)
+
+
+def of_torch(x: Any, weight: Any) -> float:
+    """Microseconds of PyTorch's own product of int4. Its zeros are those of codes from 0 to 15."""
+    import torch
+
+    codes = (weight.codes[:, ::2] << 4) | weight.codes[:, 1::2]
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    scales = weight.scales.T.bfloat16()
+    scales_and_zeros = torch.stack([scales, torch.zeros_like(scales)], dim=2).contiguous()
+    return microseconds(
+        "cuda",
+        lambda: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales_and_zeros),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    die_with_the_kit()
+    device, size = ("cpu", GROUP) if args.quick else ("cuda", 4096)
+    for name in WEIGHTS:
+        with checking(f"products of {name}") as found:
+            measure(name, device, size, found)
+
+
+if __name__ == "__main__":
+    main()
