@@ -13,6 +13,10 @@ RENTED := $(VENV)-rented
 NEWEST := $(VENV)-python313
 PYTHON313 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python)),python3.13)
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python)),python3.12)
+# pip leaves bytecode to the first import (below). Without it, each of the many processes of tests would compile all that it
+# imports, which doubles its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Files of tests that run at a time, each in one thread: on two cores three, since many tests wait
 # for a process. The kernels' tests have all threads to themselves.
 JOBS ?= 3
@@ -21,6 +25,9 @@ TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests libs/*/te
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
+# Python compiles a module when it is first imported, which most of what is installed never is.
+QUIETLY := --quiet --disable-pip-version-check --no-compile
+
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
 .PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
@@ -28,10 +35,10 @@ DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml p
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
-# What is but for a part of its time on one core goes side by side.
+# Jobs that mostly use one core run side by side, the longest first.
 BESIDE := +@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
 test: $(STAMP)
-	$(BESIDE) lint docs test-renderers
+	$(BESIDE) test-renderers docs lint
 	$(PYTEST) -m "$(QUICK)"
 	$(PYTEST_KERNELS) -m "$(QUICK)"
 
@@ -39,33 +46,35 @@ test: $(STAMP)
 ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(shell $(PYTHON312) -c '' 2>/dev/null && echo $(FLOOR)/.installed)
 test-all:
 	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
-	$(BESIDE) lint docs test-renderers test-downstream test-clients test-floor
+	$(BESIDE) test-clients test-renderers test-floor test-downstream docs lint
 	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
-# What is left of matrices of which test-all takes a part.
+# Cases of matrices that test-all leaves out.
 test-nightly: test-all test-gpu-kit
 	$(PYTEST) -m nightly
+	$(PYTEST_RENDERERS) -m nightly
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
 # litellm carries the vocabulary of gpt-oss, and is not run.
+PYTEST_RENDERERS := $(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
 test-renderers: $(RENDERERS)/.installed
-	$(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
+	$(PYTEST_RENDERERS) -m "not nightly"
 
 # Plugins as third parties write them, installed as distributions. One that breaks shows that a contract did.
 test-downstream: $(DOWNSTREAM)/.installed
 	OMP_NUM_THREADS=1 $(DOWNSTREAM)/bin/python -m pytest -q -c downstream/pytest.ini --confcutdir downstream downstream
 
-# Clients of other people's, in environments without the workspace. Where all pass, docs/clients.md is written.
+# Clients of other people's, in environments without the workspace. `python tests/clients/page.py` writes docs/clients.md.
 PYTEST_CLIENTS := -m pytest -q -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients
 test-clients: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
 test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
 	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
-	$(BIN)/python tests/clients/page.py
 
-# Core, and the plugins for GPUs on a CPU, with the oldest versions that the distributions allow.
-FLOOR_TESTS := core/tests $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
+# Core, and the plugins for GPUs on a CPU, with the oldest versions that the distributions allow. The scheduler's state
+# machines call nothing that has a version.
+FLOOR_TESTS := core/tests --ignore core/tests/scheduler $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
 test-floor:
 	@if $(PYTHON312) -c '' 2>/dev/null; then $(MAKE) --no-print-directory test-floor-here; \
 	else echo "There is no $(PYTHON312): the tests with the oldest versions are left out. PYTHON312 names it."; fi
@@ -96,7 +105,7 @@ test-gpu-kit: gpu-kit
 	else echo "There is no $(PYTHON312): the dry run has this environment's versions. PYTHON312 names it."; \
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python bash benchmarks/gpu_kit.sh --quick; fi
 
-# What a machine with a card and without a network lacks, in the folder gpu-kit.
+# Files for a machine with a GPU and without a network, in the folder gpu-kit.
 gpu-kit: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m gpu_kit.collect --to gpu-kit --python312 $(PYTHON312)
 
@@ -133,8 +142,8 @@ wheels: $(STAMP)
 $(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt editables hatchling setuptools
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	@$(BIN)/pip install $(QUIETLY) -c constraints.txt editables hatchling setuptools
+	@$(BIN)/pip install $(QUIETLY) --no-build-isolation -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
 # Has an environment find what the workspace's has installed, too.
@@ -146,30 +155,30 @@ endef
 $(RENDERERS)/.installed: $(STAMP) requirements-renderers.txt
 	@rm -rf $(RENDERERS) && $(PYTHON) -m venv $(RENDERERS)
 	@$(call SEE_WORKSPACE,$(RENDERERS))
-	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check -r requirements-renderers.txt
-	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check --no-deps litellm==1.109.1
+	@$(RENDERERS)/bin/pip install $(QUIETLY) -r requirements-renderers.txt
+	@$(RENDERERS)/bin/pip install $(QUIETLY) --no-deps litellm==1.109.1
 	@touch $@
 
 $(DOWNSTREAM)/.installed: $(STAMP) $(wildcard downstream/*/pyproject.toml downstream/*/src/*/*)
 	@rm -rf $(DOWNSTREAM) && $(PYTHON) -m venv $(DOWNSTREAM)
 	@$(call SEE_WORKSPACE,$(DOWNSTREAM))
-	@$(DOWNSTREAM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index \
+	@$(DOWNSTREAM)/bin/pip install $(QUIETLY) --no-deps --no-build-isolation --no-index \
 		$(dir $(wildcard downstream/*/pyproject.toml))
 	@touch $@
 
 $(CLIENTS)/.installed: requirements-clients.txt
 	@rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r requirements-clients.txt
+	@$(CLIENTS)/bin/pip install $(QUIETLY) -r requirements-clients.txt
 	@touch $@
 
 $(BENCHMARKS)/.installed: requirements-benchmarks.txt
 	@rm -rf $(BENCHMARKS) && $(PYTHON) -m venv $(BENCHMARKS)
-	@$(BENCHMARKS)/bin/pip install --quiet --disable-pip-version-check -r requirements-benchmarks.txt
+	@$(BENCHMARKS)/bin/pip install $(QUIETLY) -r requirements-benchmarks.txt
 	@touch $@
 
 $(FLOOR)/.installed: requirements-floor.txt
 	@rm -rf $(FLOOR) && $(PYTHON312) -m venv $(FLOOR)
-	@$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -r requirements-floor.txt
+	@$(FLOOR)/bin/pip install $(QUIETLY) -r requirements-floor.txt
 	@touch $@
 
 # PyPI's torch names its own triton.
@@ -177,14 +186,14 @@ $(NEWEST)/.installed: requirements-dev.txt docs/requirements.txt constraints.txt
 	@rm -rf $(NEWEST) && $(PYTHON313) -m venv $(NEWEST)
 	@echo "Installing the workspace into $(NEWEST) ..."
 	@grep -v '^triton==' constraints.txt > $(NEWEST)/constraints.txt
-	@$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt hatchling editables
-	@$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation -c $(NEWEST)/constraints.txt \
+	@$(NEWEST)/bin/pip install $(QUIETLY) -c $(NEWEST)/constraints.txt hatchling editables
+	@$(NEWEST)/bin/pip install $(QUIETLY) --no-build-isolation -c $(NEWEST)/constraints.txt \
 		-r requirements-dev.txt pytest-cov
 	@touch $@
 
 $(RENTED)/.installed: benchmarks/gpu_kit/there.txt
 	@rm -rf $(RENTED) && $(PYTHON312) -m venv $(RENTED)
-	@$(RENTED)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/gpu_kit/there.txt
+	@$(RENTED)/bin/pip install $(QUIETLY) -r benchmarks/gpu_kit/there.txt
 	@touch $@
 
 clean:

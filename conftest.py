@@ -52,16 +52,23 @@ REPOSITORY = {
 LONGEST = {
     "contrib_backends/compile/tests/test_compile_engine.py",
     "contrib_backends/compile/tests/test_compile_parity.py",
+    "contrib_backends/compile/tests/test_graphs.py",
     "contrib_backends/executor_mp/tests/test_mp_faults.py",
     "contrib_backends/executor_mp/tests/test_mp_nodes.py",
     "contrib_backends/triton/tests/test_interpreter.py",
     "plugins/executor_ray/tests/test_ray_serve.py",
     "tests/security/test_openapi.py",
     "tests/test_body_memory.py",
+    "tests/test_commands.py",
     "tests/test_crashes.py",
+    "tests/test_doors.py",
     "tests/test_faults.py",
     "tests/test_installed.py",
+    "tests/test_lora_like.py",
+    "tests/test_plugins.py",
+    "tests/test_process.py",
     "tests/test_soak.py",
+    "tests/test_types.py",
 }
 """Files that begin first, so that at the end no process waits for one of them."""
 
@@ -86,6 +93,9 @@ _SEED = 67280421310721
 """torch's own, of a process that seeds nothing."""
 
 
+_RECURSION_LIMIT = sys.getrecursionlimit()
+
+
 def _seed() -> None:
     """Without it, what a test draws would depend on the tests that ran before it."""
     if torch := sys.modules.get("torch"):
@@ -94,15 +104,17 @@ def _seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """What a module of tests draws when it is imported is always the same."""
+    """Seeds the random numbers that a test module draws at its import."""
     if isinstance(collector, pytest.Module):
         _seed()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """So is what a test draws, and what it draws for its fixtures."""
+    """Seeds the random numbers of a test and of its fixtures. Resets the recursion limit, which
+    mypy and Inductor raise: endless recursion would take many seconds."""
     _seed()
+    sys.setrecursionlimit(_RECURSION_LIMIT)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -51,7 +51,7 @@ def refusal(folder: Path, page: Path, version: str) -> str | None:
 
 
 def problem(folder: Path, version: str) -> str | None:
-    """What is wrong with the pin of the plugins in `folder`; None where nothing is."""
+    """The problem with the pin of the plugins in `folder`. None where there is none."""
     old = _read(folder)
     if old.get("API_VERSION") != version:
         pinned = old.get("API_VERSION")
@@ -78,7 +78,7 @@ def sections(page: Path) -> list[tuple[str, str]]:
 
 
 def section(page: Path, version: str) -> str:
-    """What `page` says of a version; "" where it says nothing."""
+    """The section of `page` on a version. "" where it has none."""
     return dict(sections(page)).get(version, "")
 
 

@@ -15,7 +15,7 @@ from toolkit_lm_devkit import DrafterConformance
         ([1, 2, 3], []),
         # The longest match goes first: after 7 8 came 9, after the later 8 came 4.
         ([7, 8, 9, 8, 4, 7, 8], [9, 8, 4, 7, 8]),
-        # Of two as long, the latest.
+        # The latest of two matches of equal length.
         ([8, 1, 8, 2, 8], [2, 8]),
         ([6, 6, 6], [6]),
     ],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from toolkit_lm.attention import (
     AttentionBackend,
+    AttentionCall,
     AttentionSpec,
     AttentionType,
     BatchView,
@@ -70,42 +71,31 @@ class PaddedBackend(AttentionBackend):
         keys = torch.arange(most, device=starts.device)
         return PaddedStep(batch, row, column, lengths[:, None], keys)
 
-    def write_kv(
-        self,
-        layer: LayerParams,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: tuple[Tensor, ...],
-        meta: PaddedStep,
-    ) -> None:
+    def write_kv(self, call: AttentionCall) -> None:
+        assert call.k is not None and call.v is not None and call.kv_cache is not None
+        meta: PaddedStep = call.metadata
         slots = meta.batch.slot_mapping
         assert slots is not None
         stored = slots >= 0
-        for half, new in zip(kv_cache, (k, v), strict=True):
+        for half, new in zip(call.kv_cache, (call.k, call.v), strict=True):
             size = half.shape[1]
             half[slots[stored] // size, slots[stored] % size] = new[stored]
 
-    def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: PaddedStep,
-        out: Tensor,
-    ) -> None:
-        if kv_cache is not None:
-            k, v = (self.gather(half, meta) for half in kv_cache)
+    def forward(self, call: AttentionCall) -> None:
+        meta: PaddedStep = call.metadata
+        if call.kv_cache is not None:
+            k, v = (self.gather(half, meta) for half in call.kv_cache)
         else:
-            assert k is not None and v is not None
-            k, v = self.pad(k, meta), self.pad(v, meta)
-        seen = self.seen(layer, meta)
-        # What no query of a row sees may be anything, NaN included, which no weight of 0 hides.
+            assert call.k is not None and call.v is not None
+            k = self.pad(call.k, meta)
+            v = self.pad(call.v, meta)
+        seen = self.seen(call.layer, meta)
+        # Keys that no query of a row sees may be anything, also NaN, which a weight of 0 does not
+        # hide.
         used = seen.any(dim=1)[..., None, None]
         k, v = (torch.where(used, x, 0).float() for x in (k, v))
-        attended = attend(layer, self.pad(q, meta).float(), k, v, seen)
-        out.copy_(attended[meta.row, meta.column])
+        attended = attend(call.layer, self.pad(call.q, meta).float(), k, v, seen)
+        call.out.copy_(attended[meta.row, meta.column])
 
     def pad(self, x: Tensor, meta: PaddedStep) -> Tensor:
         """x [T, heads, size] -> [R, Q, heads, size]."""

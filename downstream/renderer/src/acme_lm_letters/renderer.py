@@ -39,7 +39,7 @@ class LettersStream(DecodeStream):
         return text
 
     def text(self, token_id: int) -> str:
-        """What a token adds."""
+        """Text that a token adds."""
         if FIRST_BYTE <= token_id < FIRST_LETTER:
             return self.bytes.decode(bytes([token_id - FIRST_BYTE]))
         if token_id == END:
@@ -81,8 +81,8 @@ class LettersRenderer(Renderer):
         self, prompt: SingletonPrompt, *, add_special_tokens: bool = True
     ) -> Rendered:
         parsed = parse_prompt(prompt)
-        given = parsed.get("prompt_token_ids")
-        token_ids = self.encode(parsed["prompt"]) if given is None else cast(list[int], given)
+        stated = parsed.get("prompt_token_ids")
+        token_ids = self.encode(parsed["prompt"]) if stated is None else cast(list[int], stated)
         if not token_ids:
             raise RequestError("the prompt is empty.", "prompt")
         return Rendered(token_ids)
@@ -123,7 +123,7 @@ class LettersRenderer(Renderer):
 
 
 def file_of(config: VllmConfig) -> Path:
-    """Where a checkpoint has its alphabet."""
+    """Path of a checkpoint's alphabet file."""
     assert config.checkpoint is not None, "a renderer is asked about a checkpoint"
     return Path(config.checkpoint.path) / FILE
 
@@ -134,7 +134,11 @@ def read_letters(path: Path) -> list[str]:
         letters = json.loads(path.read_text(encoding="utf-8"))["letters"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path.name} holds no alphabet: {error!r}.") from None
-    is_list = isinstance(letters, list) and all(isinstance(one, str) for one in letters)
-    if not is_list or any(len(one) != 1 for one in letters) or len({*letters}) != len(letters):
+    is_list = isinstance(letters, list) and all(isinstance(letter, str) for letter in letters)
+    if (
+        not is_list
+        or any(len(letter) != 1 for letter in letters)
+        or len({*letters}) != len(letters)
+    ):
         raise CheckpointError(f"{path.name}: 'letters' must be characters, each of them once.")
     return list(letters)

@@ -19,7 +19,7 @@ TITLE_TOKENS = 8
 
 
 class RecapBody(BaseModel):
-    """What a client sends."""
+    """Body of a request."""
 
     text: str = Field(min_length=1, max_length=20_000)
 
@@ -47,7 +47,7 @@ class Recaps:
         self.is_open = False
 
     def state(self) -> dict[str, Any]:
-        """What there was until now."""
+        """The model, and the number of recaps so far."""
         model = self.engine.config.served_model_name
         return {"model": model, "is_open": self.is_open, "count": self.count}
 
