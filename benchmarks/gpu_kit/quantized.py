@@ -73,14 +73,14 @@ def microseconds(device: str, product: Callable[[], Any]) -> float:
 def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
     """One kind of weight, with each number of rows."""
     import torch
-    from toolkit_lm.model import Kernels, LinearSpec, Part
+    from toolkit_lm.model import Kernels, LinearSpec, Shard
 
     weight = make_weight(size, device, **WEIGHTS[name])
     spec = LinearSpec(
         kind="linear",
         prefix="layer",
-        inputs=Part.whole(size),
-        outputs=(Part.whole(size),),
+        inputs=Shard.whole(size),
+        outputs=(Shard.whole(size),),
         dtype=torch.bfloat16,
     )
     kernels = Kernels()

@@ -16,6 +16,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import msgspec
 import pytest
 from toolkit_lm.errors import ConfigError, ToolkitError
 from toolkit_lm_server.batch.rows import Answer, Answered, Row, Unreadable, read_rows
@@ -120,6 +121,12 @@ def test_a_line_that_is_no_request_says_why(line, custom_id, why):
 # The run
 
 
+def pretty(answer):
+    """JSON over several lines. `json.dumps(indent=1)` leaves cycles, which hold memory until a
+    collection."""
+    return msgspec.json.format(msgspec.json.encode(answer), indent=1)
+
+
 class Scripted:
     """Answers with the prompt. A row waits for the next one, where its prompt says so."""
 
@@ -139,10 +146,8 @@ class Scripted:
             raise ToolkitError("away")
         if prompt == "go":
             self.event.set()
-        content = (
-            "no json" if prompt == "html" else json.dumps({"text": prompt, "error": None}, indent=1)
-        )
-        return Answer(404 if prompt == "missing" else 200, "r1", content.encode())
+        content = b"no json" if prompt == "html" else pretty({"text": prompt, "error": None})
+        return Answer(404 if prompt == "missing" else 200, "r1", content)
 
 
 def run(text, target, output, concurrency=4, answered=None):
