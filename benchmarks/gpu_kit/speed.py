@@ -28,6 +28,9 @@ from gpu_kit.shape_8b import FULL, QUICK, ShapePlan
 START = "start to the first token"
 PREFILL = "prefill"
 WARM_UP_STEPS = 3
+PROFILED_STEPS = 4
+MOST_TOLD = 8
+"""Kernels that a profile names."""
 
 
 def share_of(limit: str, rate: float) -> dict[str, float]:
@@ -118,6 +121,41 @@ class Bench:
             **share_of(COPY, rate),
         )
 
+    def profile(self, rows: int, keys: int, found: dict[str, Any]) -> None:
+        """Milliseconds of a decode step's kernels on the device, and the longest of them: what is
+        missing to the step's time is the host's."""
+        names = self.add(rows, keys)
+        self.until_first_tokens(names)
+        for _ in range(WARM_UP_STEPS):
+            self.engine.step()
+        found.update(self._profiled(lambda: [self.engine.step() for _ in range(PROFILED_STEPS)]))
+        self.engine.abort(names)
+
+    def _profiled(self, work: Callable[[], object]) -> dict[str, Any]:
+        from torch.profiler import ProfilerActivity, profile
+
+        is_card = self.plan.device == "cuda"
+        kinds = [ProfilerActivity.CUDA] if is_card else [ProfilerActivity.CPU]
+        with profile(activities=kinds) as profiler:
+            work()
+        field = "self_device_time_total" if is_card else "self_cpu_time_total"
+        events = [(getattr(one, field), one) for one in profiler.key_averages()]
+        events = sorted(
+            (pair for pair in events if pair[0] > 0), key=lambda pair: pair[0], reverse=True
+        )
+
+        def ms(microseconds: float) -> float:
+            return round(microseconds / PROFILED_STEPS / 1000, 4)
+
+        return {
+            "kernels_ms": ms(sum(time for time, _ in events)),
+            "launches": round(sum(one.count for _, one in events) / PROFILED_STEPS, 1),
+            "longest": {
+                f"{one.key[:90]} x{one.count / PROFILED_STEPS:g}": ms(time)
+                for time, one in events[:MOST_TOLD]
+            },
+        }
+
     def prefill(self, prompts: int, length: int, found: dict[str, Any]) -> None:
         """The better of two."""
         seconds = min(
@@ -151,6 +189,10 @@ def measurements(bench: Bench) -> dict[str, Callable[[dict[str, Any]], None]]:
     else:
         found[PREFILL] = lambda told: bench.prefill(plan.prompts, plan.length, told)
     most = plan.rows[-1]
+    for rows in (1, most):
+        found[f"kernels of {plan.decode_name(rows, plan.short)}"] = lambda told, rows=rows: (
+            bench.profile(rows, plan.short, told)
+        )
     found[f"sampled {plan.decode_name(most, plan.short)}"] = decode(
         most, plan.short, temperature=0.9, top_p=0.9, seed=1
     )
