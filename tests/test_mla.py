@@ -1,5 +1,5 @@
-"""Multi-head latent attention, by a third party's distribution (tests/plugins/mla): a KV kind and
-an attention backend of its own."""
+"""Multi-head latent attention (contrib_models/deepseek), which has a KV kind and an attention
+backend of its own: prefixes, swapping, ranks and stages."""
 
 from __future__ import annotations
 
@@ -7,75 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
+from deepseek_families import SIZE, V2, make_v2
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.attention import AttentionSpec
-from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.events import RequestEvent
 from toolkit_lm.kv import FullSpec
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_devkit import KVKindConformance, TransformersConformance, make_checkpoint
+from toolkit_lm_deepseek.backend import LatentBackend
+from toolkit_lm_deepseek.spec import LatentSpec
+from toolkit_lm_devkit import KVKindConformance, make_checkpoint, randomize
 
-sys.path.insert(0, str(Path(__file__).parent / "plugins" / "mla"))
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "threads"))
 
-import toolkit_lm_mla
 import toolkit_lm_threads as THREADS
-from toolkit_lm_mla.backend import LatentBackend
-from toolkit_lm_mla.spec import LatentSpec
 
 VOCAB = 272
-SIZE = 24
-"""Numbers that are kept of a token: kv_lora_rank + qk_rope_head_dim."""
-
-
-def make_model(**fields):
-    config = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 2,
-        "num_attention_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "max_position_embeddings": 128,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config | fields))
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.3,
-}
-
-
-class TestDeepseekV2(TransformersConformance):
-    """Parity with transformers: whole prompts, chunks, preemptions, ranks, and without a cache."""
-
-    plugins = [toolkit_lm_mla]
-    tensor_parallel_sizes = (2,)
-    variants = {
-        "default": {},
-        "query rank": {"q_lora_rank": 14, "attention_bias": True},
-        "sharpened": {"rope_parameters": YARN},
-    }
-
-    def make_hf_model(self, **variant):
-        return make_model(**variant)
 
 
 class TestLatentSpec(KVKindConformance):
-    plugins = [toolkit_lm_mla]
     backend = LatentBackend
     spec = LatentSpec(block_size=16, size=SIZE, dtype="float32")
     variants = [
@@ -87,9 +36,9 @@ class TestLatentSpec(KVKindConformance):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("mla")
-    TestDeepseekV2().make_checkpoint(made)
-    return made
+    model = make_v2(**V2["lite"])
+    randomize(model)
+    return make_checkpoint(tmp_path_factory.mktemp("mla"), model)
 
 
 PROMPTS = [[(7 * i + length) % 271 for i in range(length)] for length in (30, 5, 17)]
@@ -110,7 +59,7 @@ def run(folder, prompts, *plugins, **options):
     """Token ids, log probabilities and cached tokens of each prompt."""
     defaults = {"block_size": 4, "max_num_seqs": 1, "max_model_len": 64, "max_logprobs": VOCAB}
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True)
-    engine = {"plugins": [toolkit_lm_mla, *plugins], "dtype": "float32", "device": "cpu"}
+    engine = {"plugins": plugins, "dtype": "float32", "device": "cpu"}
     with LLM(str(folder), **engine, **defaults | options) as llm:
         [group] = llm.engine.client.core.kv_cache.groups
         assert group.spec == LatentSpec(block_size=4, size=SIZE, dtype="float32")
@@ -164,18 +113,13 @@ def test_two_ranks_keep_the_whole_latents_each(folder):
     assert_close(found, plain)
 
 
-def test_layers_with_experts_are_refused(tmp_path):
-    make_checkpoint(tmp_path, make_model(first_k_dense_replace=1, moe_intermediate_size=8))
-    with pytest.raises(UnsupportedError, match=r"'first_k_dense_replace' \(1\)"):
-        run(tmp_path, [])
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({}, None),
         ({"window": 8}, "without window"),
         ({"dtype": "float64"}, "no product of float64"),
+        ({"type": "cross"}, "no attention of type 'cross'"),
         (
             {"kv_cache": FullSpec(block_size=4, num_kv_heads=1, head_size=SIZE, dtype="float32")},
             "only for layers that keep latent vectors",

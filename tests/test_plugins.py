@@ -26,6 +26,7 @@ SHIPPED = [
     "cpu",
     "data_parallel",
     "decoder",
+    "deepseek",
     "devkit",
     "encdec",
     "encoder",

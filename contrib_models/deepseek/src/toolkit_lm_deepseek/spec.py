@@ -1,4 +1,4 @@
-"""LatentSpec: what a layer keeps of a sequence."""
+"""LatentSpec: what a layer with multi-head latent attention caches. Needs no torch."""
 
 from toolkit_lm.kv import KVCacheSpec
 
@@ -7,10 +7,11 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class LatentSpec(KVCacheSpec, frozen=True, kw_only=True, tag="latent"):
     """One vector per token, from which the keys and values of all heads are made: the normed
-    latent, then the rotated part of the keys. It has no heads, so that each rank keeps all of
-    it."""
+    latent, then the rotated part of the keys. It has no heads, so each tensor parallel rank keeps
+    all of it."""
 
     size: int
+    """Length of the vector: kv_lora_rank + qk_rope_head_dim."""
     dtype: str
 
     @property

@@ -1,0 +1,32 @@
+"""Language models with multi-head latent attention (DeepSeek-AI 2024). This entry module only
+registers them, their kind of KV cache and its attention backend; each is imported when it is
+selected."""
+
+from toolkit_lm.plugin import (
+    AttentionBackendRegistry,
+    KVKindRegistry,
+    ModelRegistry,
+    hookimpl,
+)
+
+MODELS = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+"""Architectures, and the modules that hold a class of that name."""
+
+
+@hookimpl
+def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
+    kv_kinds.add("latent", "toolkit_lm_deepseek.spec:LatentSpec")
+
+
+@hookimpl
+def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
+    backends.add("latent", "toolkit_lm_deepseek.backend:LatentBackend")
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    for architecture, module in MODELS.items():
+        models.add(architecture, f"toolkit_lm_deepseek.{module}:{architecture}", model_type=module)

@@ -1,0 +1,235 @@
+"""LatentBackend: attention over latent vectors, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+)
+from toolkit_lm.kv import KVCacheSpec, PageTensor
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit_lm_deepseek.params import LatentParams
+from toolkit_lm_deepseek.spec import BYTES, LatentSpec
+
+_MOST_PADDED = 2**15
+"""Most latents, padding included, that rows of one token read together."""
+
+
+class Bucket(NamedTuple):
+    """Rows of one token that are computed together."""
+
+    tokens: Tensor
+    """[R] int64."""
+    places: Tensor
+    """[R, most keys] int64: indices of the keys in the cache, which is seen as [N, size]."""
+    hidden: Tensor
+    """[R, 1, most keys] bool: keys past the row's last."""
+
+
+class Row(NamedTuple):
+    """A row of several tokens."""
+
+    tokens: slice
+    places: Tensor
+    """[keys] int64."""
+
+
+class Step(NamedTuple):
+    """What a step reads, and where it stores its tokens."""
+
+    buckets: list[Bucket]
+    rows: list[Row]
+    padding: list[slice]
+    """Tokens without keys."""
+    stored: Tensor | None
+    """[S] int64: the tokens that are stored. None: all."""
+    slots: Tensor
+    """[S] int64."""
+
+
+class LatentBackend(AttentionBackend):
+    """Exact attention on any device. A page holds [block_size, size].
+
+    Rows of one token are absorbed: the up-projection to keys is applied to the query, and that to
+    values to the sum of latents. Rows of many tokens have their keys and values made of the
+    latents. Which of both takes fewer products is decided for each row.
+    """
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        if not isinstance(spec.kv_cache, LatentSpec):
+            return "only for layers that keep latent vectors"
+        if spec.type != AttentionType.DECODER:
+            return f"no attention of type {str(spec.type)!r} to latent vectors"
+        if spec.dtype not in BYTES or spec.kv_cache.dtype != spec.dtype:
+            return f"no product of {spec.dtype} and latent vectors in {spec.kv_cache.dtype}"
+        asked = [
+            name
+            for name in ("window", "soft_cap", "sinks", "bias", "spans")
+            if getattr(spec, name) not in (None, False)
+        ]
+        return f"latent vectors are read without {', '.join(asked)}" if asked else None
+
+    @classmethod
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
+        assert isinstance(spec, LatentSpec)
+        return [PageTensor((spec.block_size, spec.size), spec.dtype)]
+
+    def build(self, batch: BatchView) -> Step:
+        assert batch.block_table is not None and batch.slot_mapping is not None
+        assert self.setup.kv_cache is not None
+        size = self.setup.kv_cache.block_size
+        table = batch.block_table
+        starts = batch.query_start
+        lengths = batch.seq_lens
+        counts = np.diff(starts)
+        padding = [slice(starts[r], starts[r + 1]) for r in np.flatnonzero(lengths == 0)]
+        rows = [
+            Row(
+                slice(int(starts[r]), int(starts[r + 1])),
+                _places(table[r : r + 1], int(lengths[r]), size)[0],
+            )
+            for r in np.flatnonzero((lengths > 0) & (counts > 1))
+        ]
+        decoding = np.flatnonzero((lengths > 0) & (counts == 1))
+        buckets = [
+            _bucket(chosen, starts, lengths, table, size)
+            for chosen in _buckets(decoding[lengths[decoding].argsort(kind="stable")], lengths)
+        ]
+        slots = batch.slot_mapping
+        if not batch.has_padding:
+            return Step(buckets, rows, padding, None, slots)
+        stored = slots.ge(0).nonzero()[:, 0]
+        return Step(buckets, rows, padding, stored, slots[stored])
+
+    def write_kv(self, call: AttentionCall) -> None:
+        assert call.k is not None and call.kv_cache is not None
+        step: Step = call.metadata
+        kept = call.k[:, 0] if step.stored is None else call.k[step.stored, 0]
+        _vectors(call).index_copy_(0, step.slots, kept)
+
+    def forward(self, call: AttentionCall) -> None:
+        layer = cast(LatentParams, call.layer)
+        step: Step = call.metadata
+        cache = _vectors(call)
+        for tokens in step.padding:
+            call.out[tokens].zero_()
+        for bucket in step.buckets:
+            q = call.q[bucket.tokens]
+            latents = cache.index_select(0, bucket.places.flatten()).view(*bucket.places.shape, -1)
+            sums = _attend(absorbed(layer, q), latents, bucket.hidden, layer)
+            call.out.index_copy_(0, bucket.tokens, values_of(layer, sums))
+        for tokens, places in step.rows:
+            q = call.q[tokens]
+            latents = cache.index_select(0, places)
+            if layer.expands(len(q), len(latents)):
+                call.out[tokens] = _attend_expanded(layer, q, latents)
+                continue
+            hidden = _later(len(q), len(latents), q.device).repeat_interleave(q.shape[1], 0)
+            heads = absorbed(layer, q).flatten(0, 1)
+            sums = _attend(heads[None], latents[None], hidden[None], layer)[0]
+            call.out[tokens] = values_of(layer, sums.view(*q.shape[:2], -1))
+
+
+def _vectors(call: AttentionCall) -> Tensor:
+    """The layer's cache as vectors [N, size]."""
+    assert call.kv_cache is not None
+    [cache] = call.kv_cache
+    return cache.view(-1, cache.shape[-1])
+
+
+def _places(table: Tensor, most: int, block_size: int) -> Tensor:
+    """Indices [rows, most] of the first keys of rows with these block tables, as of
+    `_vectors`."""
+    blocks = table[:, : -(-most // block_size)].long() * block_size
+    within = torch.arange(block_size, device=table.device)
+    return (blocks.unsqueeze(-1) + within).flatten(1)[:, :most]
+
+
+def _buckets(ordered: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Cuts rows, shortest first, so that at most a third of what they read together is padding."""
+    start = 0
+    total = 0
+    for end, row in enumerate(ordered):
+        length = int(lengths[row])
+        count = end - start + 1
+        if end > start and (
+            length * count > _MOST_PADDED or 2 * length * count > 3 * (total + length)
+        ):
+            yield ordered[start:end]
+            start = end
+            total = 0
+        total += length
+    if len(ordered) > start:
+        yield ordered[start:]
+
+
+def _bucket(
+    chosen: np.ndarray, starts: np.ndarray, lengths: np.ndarray, table: Tensor, block_size: int
+) -> Bucket:
+    device = table.device
+    most = int(lengths[chosen[-1]])
+    ends = torch.from_numpy(lengths[chosen].astype(np.int64)).to(device)
+    rows = torch.from_numpy(chosen).to(device)
+    tokens = torch.from_numpy(starts[chosen].astype(np.int64)).to(device)
+    hidden = torch.arange(most, device=device) >= ends[:, None]
+    # Entries of a block table past a row's end are valid ids, and what they lead to is hidden.
+    return Bucket(tokens, _places(table[rows], most, block_size), hidden[:, None])
+
+
+def _later(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which keys come after which queries, the last ones: [queries, keys] bool."""
+    places = torch.arange(num_keys, device=device)
+    return places > places[num_keys - num_queries :, None]
+
+
+def absorbed(layer: LatentParams, q: Tensor) -> Tensor:
+    """Queries [T, heads, head_size] -> [T, heads, rank + rotated size], whose products with what is
+    cached are the scores."""
+    plain, rotated = torch.split(q, [layer.plain_size, layer.rotated_size], dim=-1)
+    to_keys, _ = layer.weights()
+    return torch.cat([torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1), rotated], dim=-1)
+
+
+def values_of(layer: LatentParams, sums: Tensor) -> Tensor:
+    """Weighted sums of latents [T, heads, rank] -> of values [T, heads, value size]."""
+    _, to_values = layer.weights()
+    return torch.bmm(sums.transpose(0, 1), to_values.mT).transpose(0, 1)
+
+
+def _attend(q: Tensor, latents: Tensor, hidden: Tensor, layer: LatentParams) -> Tensor:
+    """Absorbed queries [R, N, size], latents [R, K, size], keys that are not seen [R, 1 or N, K]
+    -> sums of latents [R, N, rank]."""
+    scores = torch.bmm(q, latents.mT).float().mul_(layer.scale)
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(q.dtype)
+    return torch.bmm(weights, latents[..., : layer.rank])
+
+
+def _attend_expanded(layer: LatentParams, q: Tensor, latents: Tensor) -> Tensor:
+    """Queries [T, heads, head_size] of a row and all its latents [K, size] -> [T, heads, value
+    size]."""
+    made = layer.expand(latents[:, : layer.rank].contiguous())
+    plain, values = torch.split(made, [layer.plain_size, layer.value_size], dim=-1)
+    rotated = latents[:, None, layer.rank :].expand(-1, q.shape[1], -1)
+    keys = torch.cat([plain, rotated], dim=-1)
+    # The fused kernels of torch take heads of one size.
+    widest = max(layer.head_size, layer.value_size)
+    q, keys, values = (
+        F.pad(x, (0, widest - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q, keys, values)
+    )
+    whole = q.shape[2] == keys.shape[2]
+    options: dict[str, Any] = {"is_causal": True} if whole else {}
+    if not whole:
+        options["attn_mask"] = ~_later(q.shape[2], keys.shape[2], q.device)
+    out = F.scaled_dot_product_attention(q, keys, values, scale=layer.scale, **options)
+    return out[0, :, :, : layer.value_size].transpose(0, 1)

@@ -1,0 +1,82 @@
+"""LatentAttention: attention over one latent vector per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from toolkit_lm.attention import Attention, AttentionCall, AttentionSpec, LayerParams, current
+from toolkit_lm.config import VllmConfig
+from torch import Tensor, device
+
+from toolkit_lm_deepseek.backend import LatentBackend
+from toolkit_lm_deepseek.params import LatentParams
+from toolkit_lm_deepseek.spec import LatentSpec
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024) without its projections: q [T, num_heads *
+    head_size] and what is cached of each token [T, rank + rotated_size] -> [T, num_heads *
+    value_size]."""
+
+    backend = LatentBackend
+    params: LatentParams
+    needs_cache = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        *,
+        rank: int,
+        rotated_size: int,
+        value_size: int,
+        scale: float,
+        weights: Callable[[], tuple[Tensor, Tensor]],
+        expand: Callable[[Tensor], Tensor],
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        """The arguments are those of LatentParams."""
+        super().__init__(
+            num_heads,
+            head_size,
+            num_kv_heads=1,
+            scale=scale,
+            vllm_config=vllm_config,
+            prefix=prefix,
+        )
+        common = {field.name: getattr(self.params, field.name) for field in fields(LayerParams)}
+        self.params = LatentParams(
+            **common,
+            rank=rank,
+            rotated_size=rotated_size,
+            value_size=value_size,
+            weights=weights,
+            expand=expand,
+        )
+
+    def kv_cache_spec(self) -> LatentSpec:
+        size = self.params.rank + self.params.rotated_size
+        return LatentSpec(block_size=self.block_size, size=size, dtype=self.dtype)
+
+    def attention_spec(self, device: device, *, cached: bool) -> AttentionSpec:
+        # Backends that keep keys and values shall refuse it by the cache's kind.
+        return super().attention_spec(device, cached=True)
+
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        assert k is not None and v is None
+        params = self.params
+        q = q.view(-1, params.num_heads, params.head_size)
+        out = q.new_empty(len(q), params.num_heads, params.value_size)
+        return self.run(q, k.unsqueeze(1), out=out).flatten(1)
+
+    def compute(self, *inputs: Tensor, out: Tensor) -> None:
+        q, kept = inputs
+        binding, metadata = current(self.prefix)
+        backend: Any = binding.backend
+        call = AttentionCall(binding.params, q, kept, kept, binding.kv_cache, metadata, out)
+        if binding.stores:
+            backend.write_kv(call)
+        backend.forward(call)
