@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BASE = "985aab4eeb353e2a95f7954eca802b3f52817620"
+BASE = "e67b8ef3e574543bc01dadedcd7c6094d5c07068"
 """The last commit that need not obey. Where a room goes, it becomes the last that names it."""
 LONGEST = 72
 """Characters of a subject. Lists of commits cut longer ones."""
