@@ -26,3 +26,5 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         models.add(
             architecture, f"toolkit_lm_decoder.{module}:{architecture}", model_type=model_type
         )
+    # EmbeddingGemma's name; its `model_type` is that of the language model.
+    models.add("Gemma3TextModel", "toolkit_lm_decoder.gemma3:Gemma3ForCausalLM")

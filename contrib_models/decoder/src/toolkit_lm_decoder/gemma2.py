@@ -44,6 +44,11 @@ class GemmaRMSNorm(RMSNorm):
         self.weight = new_parameter((size,), torch.float32, _load_plus_one)
 
 
+def is_bidirectional(config: HFConfig) -> bool:
+    """Whether the checkpoint is an encoder."""
+    return config.get("use_bidirectional_attention", bool, False)
+
+
 class Gemma2Attention(LlamaAttention):
     def scale(self, config: HFConfig) -> float:
         return 1 / math.sqrt(config.get("query_pre_attn_scalar", float, 256.0))
@@ -52,7 +57,7 @@ class Gemma2Attention(LlamaAttention):
         return config.get("attn_logit_softcapping", float)
 
     def window(self, config: HFConfig, layer: int) -> int | None:
-        if config.get("use_bidirectional_attention", bool, False):
+        if is_bidirectional(config):
             raise UnsupportedError(
                 "config.json: 'use_bidirectional_attention' makes this model an encoder. Only "
                 "decoders can be run."
