@@ -136,8 +136,9 @@ def hidden_states(
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])
     out: Any = None
-    with forward_context(_by_formula(stages, lengths)):
-        for stage in stages:
+    for stage in stages:
+        # Layers of two stages may have one name.
+        with forward_context(_by_formula(stage, lengths)):
             out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
     return list(out.split(lengths))
 
@@ -155,12 +156,10 @@ def assert_embeds(model: Model) -> None:
         assert ours.equal(expected), "embed_input_ids gives others than forward goes on with"
 
 
-def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardContext:
+def _by_formula(model: Model, lengths: Sequence[int]) -> ForwardContext:
     """Attention by the formula in all layers, over sequences of these lengths. Other layers have
     their own backend, and a new cache."""
-    layers = [
-        module for stage in stages for module in stage.modules() if isinstance(module, CacheLayer)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, CacheLayer)]
     limits = BatchLimits(len(lengths), sum(lengths), max(lengths))
     device = torch.device("cpu")
     backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=device))
@@ -186,8 +185,7 @@ def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> ForwardConte
         bindings[layer.prefix] = Binding(own, layer.params, pages, len(metadata))
         metadata.append(own.build(batch))
     assert len(bindings) == len(layers), "two layers have one prefix"
-    named = {name: layer for stage in stages for name, layer in named_layers(stage).items()}
-    return ForwardContext(bindings, metadata, named)
+    return ForwardContext(bindings, metadata, named_layers(model))
 
 
 def _empty(num_blocks: int, page: PageTensor) -> Tensor:
@@ -235,9 +233,9 @@ def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[Batch
 def encoder_decoder_logits(model: Model, encoder_ids: Tensor, decoder_ids: Tensor) -> Tensor:
     """Logits [T, V] at each token of one decoder sequence [T], for the encoder sequence [E]."""
     encode: Any = model.encode
-    with forward_context(_by_formula([model], [len(encoder_ids)])):
+    with forward_context(_by_formula(model, [len(encoder_ids)])):
         states = encode(encoder_ids, torch.arange(len(encoder_ids)))
-    with forward_context(_by_formula([model], [len(decoder_ids)])):
+    with forward_context(_by_formula(model, [len(decoder_ids)])):
         hidden = model(decoder_ids, torch.arange(len(decoder_ids)), encoder_hidden_states=states)
     return model.compute_logits(hidden)
 
