@@ -29,6 +29,18 @@ MODERN = {
 }
 ROTARY = {**BERT_LIKE, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
 
+SHORT = {**BERT_LIKE, "embedding_size": 20}
+DEBERTA = {
+    **BERT_LIKE,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "pooler_hidden_act": "gelu",
+}
+
 VARIANTS = {
     "Bert": {
         "plain": BERT_LIKE,
@@ -78,6 +90,32 @@ VARIANTS = {
         "two types": {**ROTARY, "type_vocab_size": 2},
     },
     "JinaEmbeddingsV3": {"plain": {**ROTARY, "type_vocab_size": 1}},
+    "Electra": {"plain": SHORT, "no projection": {**BERT_LIKE, "embedding_size": 48}},
+    "Albert": {
+        "plain": {**SHORT, "pad_token_id": 0},
+        "groups": {
+            **SHORT,
+            "num_hidden_layers": 5,
+            "num_hidden_groups": 2,
+            "inner_group_num": 2,
+        },
+    },
+    "XLMRobertaXL": {"plain": ROBERTA_LIKE},
+    "DebertaV2": {
+        "v3": DEBERTA,
+        "own projections": {
+            **DEBERTA,
+            "share_att_key": False,
+            "type_vocab_size": 2,
+            "position_biased_input": True,
+            "norm_rel_ebd": "none",
+            "position_buckets": -1,
+            "max_relative_positions": 20,
+            "pooler_hidden_act": "tanh",
+        },
+        "one term": {**DEBERTA, "pos_att_type": "c2p", "share_att_key": False},
+        "no terms": {**DEBERTA, "relative_attention": False},
+    },
 }
 LENGTHS = (7, 33, 1, 21, 33)
 MAX_MODEL_LEN = 64

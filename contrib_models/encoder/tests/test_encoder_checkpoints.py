@@ -193,6 +193,8 @@ def test_names_of_other_checkpoints(tmp_path, family, change, config_changes):
             ConfigError,
             "max_model_len is 64, but the checkpoint has 63 positions",
         ),
+        ("DebertaV2", {"conv_kernel_size": 3}, UnsupportedError, "'conv_kernel_size' is 3"),
+        ("DebertaV2", {"pos_att_type": "p2p|c2p"}, UnsupportedError, "'pos_att_type' has 'p2p'"),
         (
             "ModernBert",
             {"layer_types": ["chunked"] * 5},
@@ -227,7 +229,7 @@ def test_missing_weights_are_named(tmp_path):
 def test_every_architecture_is_registered_and_can_be_loaded():
     models = ModelRegistry(owner=PluginInfo("encoder"))
     toolkit_lm_encoder.toolkit_register_models(models)
-    assert len(models.keys()) == 42
+    assert len(models.keys()) == 62
     for entry in models.entries():
         assert entry.runner == "pooling"
         assert issubclass(models.load(entry.key), Model)

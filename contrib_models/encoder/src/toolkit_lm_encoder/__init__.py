@@ -5,16 +5,21 @@ from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 FAMILIES = {
+    "Albert": ("albert", "Albert"),
     "Bert": ("bert", "Bert"),
     "Camembert": ("roberta", "Roberta"),
+    "DebertaV2": ("deberta_v2", "DebertaV2"),
     "DistilBert": ("distilbert", "DistilBert"),
+    "Electra": ("electra", "Electra"),
     "Gte": ("rotary_bert", "Gte"),
+    "JinaBert": ("jina_bert", "JinaBert"),
     "JinaEmbeddingsV3": ("rotary_bert", "JinaEmbeddingsV3"),
     "MPNet": ("mpnet", "MPNet"),
     "ModernBert": ("modernbert", "ModernBert"),
     "NomicBert": ("rotary_bert", "NomicBert"),
     "Roberta": ("roberta", "Roberta"),
     "XLMRoberta": ("roberta", "Roberta"),
+    "XLMRobertaXL": ("roberta_xl", "RobertaXL"),
 }
 """Module and prefix of the classes' names, by prefix of the architecture's name."""
 MODELS = {
@@ -33,9 +38,12 @@ MODELS = {
 }
 """Architectures, and the module and class of each."""
 MODEL_TYPES = {
+    "Albert": "albert",
     "Bert": "bert",
     "Camembert": "camembert",
+    "DebertaV2": "deberta-v2",
     "DistilBert": "distilbert",
+    "Electra": "electra",
     "Gte": "gte",
     "JinaEmbeddingsV3": "jina_embeddings_v3",
     "MPNet": "mpnet",
@@ -43,22 +51,23 @@ MODEL_TYPES = {
     "NomicBert": "nomic_bert",
     "Roberta": "roberta",
     "XLMRoberta": "xlm-roberta",
+    "XLMRobertaXL": "xlm-roberta-xl",
 }
-"""`model_type` by prefix of the architecture's name."""
+"""`model_type` by family. Jina embeddings 2 have BERT's, so that their architecture decides."""
 
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, target in MODELS.items():
         # Their positions begin after that of padding, which is 1 in all of them.
-        reserved = 2 if target.startswith(("roberta:", "mpnet:")) else 0
-        model_type = next(
-            (MODEL_TYPES[family] for family in FAMILIES if architecture.startswith(family)), None
-        )
+        reserved = 2 if target.startswith(("roberta:", "roberta_xl:", "mpnet:")) else 0
+        named = [family for family in MODEL_TYPES if architecture.startswith(family)]
         models.add(
             architecture,
             f"toolkit_lm_encoder.{target}",
             runner="pooling",
-            model_type=model_type,
+            model_type=MODEL_TYPES[max(named, key=len)] if named else None,
             reserved_positions=reserved,
+            # ALiBi has no last position.
+            bounded=not target.startswith("jina_bert:"),
         )

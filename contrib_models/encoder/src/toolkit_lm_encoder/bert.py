@@ -20,7 +20,7 @@ from toolkit_lm.model import (
 )
 from torch import Tensor, nn
 
-from toolkit_lm_encoder.encoder import Embeddings, Encoder, Renames
+from toolkit_lm_encoder.encoder import Embeddings, Encoder, FactorizedEmbeddings, Renames
 from toolkit_lm_encoder.heads import DENSE, OUT_PROJ, Embedder, SequenceClassifier, TokenClassifier
 
 
@@ -38,6 +38,8 @@ class BertShape:
     position_offset: int = 0
     """Rows of the table of positions that stand before position 0."""
     num_types: int = 0
+    embedding_size: int | None = None
+    """Length of the tables' vectors, where a projection follows. None: hidden_size."""
 
     @property
     def head_size(self) -> int:
@@ -196,12 +198,7 @@ class BertEncoder(Encoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         shape = self.shape(HFConfig(vllm_config.hf_config))
-        self.encoder = BertLayers(
-            shape,
-            bias=self.make_bias(shape),
-            vllm_config=vllm_config,
-            prefix=join(prefix, "encoder"),
-        )
+        self.encoder = self.make_layers(shape, join(prefix, "encoder"))
 
     @classmethod
     def shape(cls, config: HFConfig) -> BertShape:
@@ -223,14 +220,25 @@ class BertEncoder(Encoder):
 
     def make_embeddings(self, config: HFConfig) -> Embeddings:
         shape = self.shape(config)
-        return Embeddings(
-            shape.hidden_size,
+        sizes = [shape.hidden_size]
+        kind: type[Embeddings] = Embeddings
+        if shape.embedding_size is not None:
+            sizes.insert(0, shape.embedding_size)
+            kind = FactorizedEmbeddings
+        return kind(
+            *sizes,
             eps=shape.eps,
             max_positions=shape.max_positions,
             position_offset=shape.position_offset,
             num_types=shape.num_types,
             vllm_config=self.vllm_config,
             prefix=join(self.prefix, "embeddings"),
+        )
+
+    def make_layers(self, shape: BertShape, prefix: str) -> nn.Module:
+        """The layers that this pipeline rank owns: x [T, H] -> [T, H]."""
+        return BertLayers(
+            shape, bias=self.make_bias(shape), vllm_config=self.vllm_config, prefix=prefix
         )
 
     def make_bias(self, shape: BertShape) -> AttentionBias | None:

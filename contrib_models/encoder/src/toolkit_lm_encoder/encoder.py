@@ -14,6 +14,7 @@ from toolkit_lm.model import (
     IntermediateTensors,
     LayerNorm,
     Model,
+    ReplicatedLinear,
     VocabParallelEmbedding,
     is_first_stage,
     is_last_stage,
@@ -54,7 +55,7 @@ class Embeddings(nn.Module):
             self.position_embeddings = nn.Embedding(max_positions, size, dtype=dtype)
         if num_types:
             self.token_type_embeddings = nn.Embedding(num_types, size, dtype=dtype)
-        self.LayerNorm = LayerNorm(size, eps=eps, dtype=dtype)
+        self.LayerNorm: nn.Module = LayerNorm(size, eps=eps, dtype=dtype)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None
@@ -70,6 +71,31 @@ class Embeddings(nn.Module):
             x = x + self.position_embeddings(positions + self.position_offset)
         normed: Tensor = self.LayerNorm(x)
         return normed
+
+
+class FactorizedEmbeddings(Embeddings):
+    """Embeddings of `inner` numbers, projected to `size`: ids [T] -> [T, size] (Lan et al. 2020:
+    ALBERT)."""
+
+    def __init__(
+        self,
+        inner: int,
+        size: int,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str,
+        **tables: Any,
+    ) -> None:
+        super().__init__(inner, vllm_config=vllm_config, prefix=prefix, **tables)
+        self.projection = ReplicatedLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "projection")
+        )
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None
+    ) -> Tensor:
+        out: Tensor = self.projection(super().forward(input_ids, positions, token_type_ids))
+        return out
 
 
 class Encoder(Model):
