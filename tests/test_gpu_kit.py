@@ -137,6 +137,8 @@ def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_p
         ("slow", "process", "cut"),
     ]
     assert driver.exit_code == 1
+    assert re.match(r"its time was over, at <string>:\d+ <module>$", lines[1]["why"])
+    assert "most recent call first" in lines[1]["traceback"]
     assert not running(lines[0]["child"]), "what a process has started ends with it"
     driver, lines = drive(tmp_path, job("late", ""), seconds=1.0)
     assert lines[-1]["outcome"] == "unrun" and driver.exit_code == 1
@@ -448,12 +450,13 @@ def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
         "def test_cuda_good(): pass\n"
         "def test_other(): pass\n"
         "def test_cuda_bad(): assert 1 == 2\n"
+        "def test_cuda_long(): raise ValueError('the cause\\n' + 9000 * 'args ')\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_cuda_skipped(): pass\n"
     )
     tests_of = kit("tests_of")
     jobs = kit("jobs")
     for quick, expected in (
-        (False, ["bad failed", "good passed", "skipped skipped"]),
+        (False, ["bad failed", "good passed", "long failed", "skipped skipped"]),
         (True, ["good passed", "other passed"]),
     ):
         made = tests_of.job("tests", {file.name: "cuda"}, quick=quick, workers=1)
@@ -474,6 +477,9 @@ def test_tests_are_told_one_by_one_with_their_reasons(tmp_path, monkeypatch):
         assert sorted(found) == expected
         if not quick:
             assert "assert 1 == 2" in found["bad failed"]["traceback"]
+            assert found["bad failed"]["why"].startswith("assert 1 == 2 (")
+            assert found["long failed"]["why"].startswith("ValueError: the cause\nargs args")
+            assert found["long failed"]["traceback"].endswith("test_these.py:5: ValueError")
             assert found["skipped skipped"]["why"] == "no GPU"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -16,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_kit.report import LIFELINE, LINES, LONGEST
+from gpu_kit.report import LIFELINE, LINES, LONGEST, WHERE
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "COMMIT"
 """A file beside the sources of a kit: where git would say what they are."""
+STACKS = 12000
+"""Characters of a process's stacks that are kept, their last: its main thread comes last."""
+_FRAME = re.compile(r'^  File "(?:.*/)?([^"/]+)", line (\d+) in (.+)$')
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ def _followed(
     try:
         code = process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
+        told = _tail(log)
+        stacks = _stacks(process, log)
         yield {
             "check": "process",
             "outcome": "cut",
-            "why": "its time was over",
-            "traceback": _tail(log),
+            "why": "its time was over" + _place(stacks),
+            "traceback": f"{told}\n{stacks}".strip(),
             **took,
         }
         return
@@ -123,3 +129,30 @@ def _tail(log: IO[bytes]) -> str:
     size = log.seek(0, os.SEEK_END)
     log.seek(max(0, size - LONGEST))
     return log.read().decode(errors="replace")
+
+
+def _stacks(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """Where the threads of a process and of its children are, as they write it to the log."""
+    before = size = log.seek(0, os.SEEK_END)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, WHERE)
+    for _ in range(20):
+        time.sleep(0.1)
+        if before < size == log.seek(0, os.SEEK_END):
+            break
+        size = log.seek(0, os.SEEK_END)
+    log.seek(max(before, size - STACKS))
+    return log.read().decode(errors="replace")
+
+
+def _place(stacks: str) -> str:
+    """The innermost frames of the last thread."""
+    lines = stacks.strip().splitlines()
+    begin = max(
+        (at for at, line in enumerate(lines) if "most recent call first" in line), default=0
+    )
+    frames = [found for line in lines[begin:] if (found := _FRAME.match(line))]
+    shown = " < ".join(
+        f"{file}:{line} {name}" for file, line, name in (f.groups() for f in frames[:5])
+    )
+    return f", at {shown}" if shown else ""

@@ -8,18 +8,23 @@ import os
 
 import pytest
 
-from gpu_kit.report import LONGEST, die_with_the_kit, emit
+from gpu_kit.report import die_with_the_kit, emit, shortened, tell_where
 
 SELECT = "GPU_KIT_SELECT"
 FIRST = "GPU_KIT_FIRST"
 """Environment variables: a word for each file, which the names of its tests must have; how many of
 each file, or nothing for all."""
+MESSAGE = 600
+"""Characters of an exception's message that are kept: a compiler's goes on with all it was
+given."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         die_with_the_kit()
         config.pluginmanager.register(Lines())
+    else:
+        tell_where()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,7 +50,7 @@ class Lines:
                 report.nodeid,
                 "failed",
                 why="it cannot be imported",
-                traceback=report.longreprtext[-LONGEST:],
+                traceback=shortened(report.longreprtext),
             )
         elif report.skipped:
             emit(report.nodeid, "skipped", why=_reason(report))
@@ -53,14 +58,12 @@ class Lines:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seconds = round(report.duration, 3)
         if report.failed:
-            shown = report.longreprtext
-            why = (
-                shown.strip().splitlines()[-1]
-                if shown.strip()
-                else f"it failed in its {report.when}"
-            )
             emit(
-                report.nodeid, "failed", seconds=seconds, why=why[:300], traceback=shown[-LONGEST:]
+                report.nodeid,
+                "failed",
+                seconds=seconds,
+                why=_message(report),
+                traceback=shortened(report.longreprtext),
             )
         elif report.skipped:
             emit(report.nodeid, "skipped", why=_reason(report))
@@ -72,3 +75,13 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     return str(report.longrepr)
+
+
+def _message(report: pytest.TestReport) -> str:
+    """The exception with its first lines, and its place."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        lines = report.longreprtext.strip().splitlines()
+        return lines[-1][:MESSAGE] if lines else f"it failed in its {report.when}"
+    place = f"{crash.path}:{crash.lineno}"
+    return f"{crash.message[:MESSAGE].strip()} ({place})"

@@ -3,6 +3,7 @@ known."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import SIGKILL
+from signal import SIGKILL, SIGUSR1
 from typing import Any
 
 LINES = "GPU_KIT_LINES"
@@ -18,7 +19,9 @@ LIFELINE = "GPU_KIT_LIFELINE"
 """Environment variables: the file descriptor for lines, and one that is closed when the kit has
 ended."""
 LONGEST = 3000
-"""Characters of a traceback that are kept, its last."""
+"""Characters of a text that are kept: a third of its first, and its last."""
+WHERE = SIGUSR1
+"""Signal at which a process writes where its threads are."""
 
 
 class RefusedError(Exception):
@@ -27,6 +30,13 @@ class RefusedError(Exception):
 
 class MissedError(Exception):
     """Raised by a check that ran and found a wrong result."""
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """Both ends of a text: an error's message begins a text, and the place ends it."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 3]}\n[...]\n{text[-2 * most // 3 :]}"
 
 
 def emit(check: str, outcome: str, **found: Any) -> None:
@@ -55,14 +65,21 @@ def checking(check: str) -> Iterator[dict[str, Any]]:
         emit(check, "skipped", seconds=seconds(), why=str(error), **found)
     except Exception as error:
         why = str(error) if isinstance(error, MissedError) else f"{type(error).__name__}: {error}"
-        shown = traceback.format_exc()[-LONGEST:]
-        emit(check, "failed", seconds=seconds(), why=why[:LONGEST], traceback=shown, **found)
+        shown = shortened(traceback.format_exc())
+        emit(check, "failed", seconds=seconds(), why=shortened(why), traceback=shown, **found)
     else:
         emit(check, "passed", seconds=seconds(), **found)
 
 
+def tell_where() -> None:
+    """Has the process write its stacks when the kit asks where it is, before it is cut."""
+    # Others put files of their own in the place of stderr meanwhile.
+    faulthandler.register(WHERE, file=os.dup(2), all_threads=True)
+
+
 def die_with_the_kit() -> None:
     """Ends this process and its children as soon as the kit has ended, however that did."""
+    tell_where()
     if LIFELINE not in os.environ:
         return
     lifeline = int(os.environ[LIFELINE])
