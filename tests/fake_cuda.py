@@ -237,7 +237,9 @@ class FakeCuda(TorchFunctionMode):
             self._stream.append(lambda: args[0].held.copy_(source))
             return args[0]
         self.calls.append(name)
+        func, args = _as_cuda_divides(func, args)
         args, kwargs = tree_map(lambda one: self._here(one, name), (args, kwargs))
+        _check_mask(func, args, kwargs)
         if func.overloadpacket in _WAITS or _has_bool_index(func, args):
             self.wait(name)
             found = func(*_real(args), **_real(kwargs))
@@ -320,6 +322,27 @@ class Event:
 
 def _nothing() -> None:
     pass
+
+
+def _as_cuda_divides(func: Any, args: Any) -> tuple[Any, Any]:
+    """A division by a number of the host is a product by its reciprocal, in float32."""
+    if func not in (aten.div.Tensor, aten.div_.Tensor) or not args[0].is_floating_point():
+        return func, args
+    divisor = args[1]
+    if isinstance(divisor, Tensor) and (isinstance(divisor, CudaTensor) or divisor.ndim):
+        return func, args
+    reciprocal = float(torch.tensor(float(divisor), dtype=torch.float32).reciprocal())
+    product = aten.mul.Tensor if func is aten.div.Tensor else aten.mul_.Tensor
+    return product, (args[0], reciprocal)
+
+
+def _check_mask(func: Any, args: Any, kwargs: Any) -> None:
+    """Kernels of attention add a bias in the queries' dtype alone."""
+    if func.overloadpacket is not aten.scaled_dot_product_attention:
+        return
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if mask is not None and mask.dtype not in (torch.bool, args[0].dtype):
+        raise RuntimeError("invalid dtype for bias - should match query's dtype")
 
 
 def _is_cuda(device: Any) -> bool:

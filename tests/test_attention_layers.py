@@ -18,8 +18,9 @@ from toolkit_lm.attention import AttentionBackend, AttentionCall, AttentionType,
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_cpu.library import refusal
-from toolkit_lm_devkit import AttentionStep
+from toolkit_lm_devkit import AttentionStep, assert_bf16_error
 from toolkit_lm_devkit.attention import BATCHES
+from toolkit_lm_devkit.attention_step import BIASES, CACHES
 from toolkit_lm_flash_attn import arguments
 from toolkit_lm_flex.backend import FlexBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
@@ -190,3 +191,37 @@ def test_what_sdpa_sends_is_little_and_waits_for_nothing(batch: str, kind: str) 
             Watched, rows, type=AttentionType(kind), cached=kind != "encoder", device="cuda"
         )
         np.testing.assert_allclose(step.run().numpy(), step.naive(), atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", CACHES)
+def test_sdpa_stores_the_same_codes_on_a_gpu(cache: str) -> None:
+    """A GPU divides by a number of the host as it multiplies by its reciprocal."""
+    rows = BATCHES["mixed"]
+    stored = []
+    with FakeCuda():
+        for device in ("cpu", "cuda"):
+            step = AttentionStep(SdpaBackend, rows, cache=cache, head_size=64, device=device)
+            pages = step.run_and_keep()[1]
+            assert pages is not None
+            stored.append([page.cpu() for page in pages])
+    for ours, theirs in zip(*stored, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bias", BIASES)
+def test_sdpa_gives_a_gpu_biases_in_the_dtype_of_queries(bias: str) -> None:
+    rows = [(19, 19), (8, 8), (19, 19)]
+    with FakeCuda():
+        step = AttentionStep(
+            SdpaBackend,
+            rows,
+            type=AttentionType.ENCODER,
+            cached=False,
+            bias=bias,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        found = step.run()
+    assert_bf16_error([found], [step.eager()], [torch.from_numpy(step.naive())])

@@ -23,8 +23,11 @@ def fused_attention(
     """Attention as `queries` [..., Tq, head_size], over keys and values [..., Tk, head_size], by
     torch's scaled_dot_product_attention.
 
-    `mask` is [..., Tq, Tk]: of bool, where True is seen; or a bias.
+    `mask` is [..., Tq, Tk]: of bool, where True is seen; or a bias, which kernels for GPUs take in
+    the queries' dtype alone.
     """
+    if mask is not None and mask.is_floating_point() and queries.device.type != "cpu":
+        mask = mask.to(queries.dtype)
     with _without_cudnn(queries.device):
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale

@@ -83,7 +83,9 @@ def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tens
     greatest = _GREATEST[dtype]
     if scale is None:
         largest = x.abs().amax(-1)
-        scale = torch.where(largest == 0, 1.0, largest / greatest)
+        # CUDA divides by a number of the host as it multiplies by its reciprocal, which is not
+        # rounded to the same scale. The divisor is filled in on the device.
+        scale = torch.where(largest == 0, 1.0, largest / largest.new_full((), greatest))
     scaled = (x / scale.unsqueeze(-1)).clamp(-greatest, greatest)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scale
 

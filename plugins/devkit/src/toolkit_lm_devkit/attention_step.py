@@ -178,7 +178,9 @@ class AttentionStep:
         if self.cache is not None:
             spec = self.layer.kv_cache_spec()
             assert spec is not None
-            self.layer.keep(msgspec.structs.replace(spec, **CACHES[self.cache]))
+            # A loader makes a layer on its device, too.
+            with torch.device(self.device):
+                self.layer.keep(msgspec.structs.replace(spec, **CACHES[self.cache]))
             k_scale, v_scale = LAYER_SCALES
             for scale, value in zip(
                 (self.layer.params.k_scale, self.layer.params.v_scale), LAYER_SCALES, strict=True
