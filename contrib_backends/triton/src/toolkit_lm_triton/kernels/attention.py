@@ -327,7 +327,7 @@ def store_kv(
 def _scale(x, GREATEST: tl.constexpr):
     """The scale by which the greatest |x| has the greatest code; 1 for zeros. NaN if any x is."""
     largest = tl.max(tl.abs(x), 0)
-    scale = tl.where(largest == 0.0, 1.0, largest / GREATEST)
+    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, GREATEST))
     return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
 
 
@@ -335,7 +335,7 @@ def _scale(x, GREATEST: tl.constexpr):
 def _codes(x, scale, GREATEST: tl.constexpr):
     """Codes of x as floats: whole numbers for int8, and numbers of float8_e4m3fn."""
     # NaN stays NaN.
-    least = tl.maximum(x / scale, -GREATEST, propagate_nan=tl.PropagateNan.ALL)
+    least = tl.maximum(tl.div_rn(x, scale), -GREATEST, propagate_nan=tl.PropagateNan.ALL)
     codes = tl.minimum(least, GREATEST, propagate_nan=tl.PropagateNan.ALL)
     # 1.5 * 2^23 steps, which are added, leave the nearest number of steps, even among equals.
     if GREATEST == 127:

@@ -126,8 +126,8 @@ def quantize_rows(x, codes, scales, inputs, x_row, TILE: tl.constexpr) -> None:
     k = tile * TILE + tl.arange(0, TILE)
     is_input = k < inputs
     part = tl.load(x + row * x_row + k, mask=is_input, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(part), 0) / 127.0
-    scaled = part / tl.where(scale == 0.0, 1.0, scale)
+    scale = tl.div_rn(tl.max(tl.abs(part), 0), 127.0)
+    scaled = tl.div_rn(part, tl.where(scale == 0.0, 1.0, scale))
     # A row with NaN gives NaN.
     scale = tl.where(tl.sum((part != part).to(tl.int32), 0) > 0, float("nan"), scale)
     # Adding 1.5 * 2^23 leaves no bits behind the point: the nearest, even among equals.
