@@ -233,6 +233,39 @@ def test_kernels_may_be_many_and_no_step_goes_without(monkeypatch) -> None:
             [step.run() for step in steps]
 
 
+@pytest.mark.parametrize(
+    "rows", [[(1, 20), (1, 30)], [(47, 47), (40, 40)]], ids=["decode", "prefill"]
+)
+def test_what_a_kernel_for_gpus_is_given(monkeypatch, rows) -> None:
+    """Its functions read tensors alone: torch's templates refuse symbols other than sizes, and
+    floats, which are tensors of the CPU. Few queries have a kernel of their own, which holds but
+    128 that share a KV head."""
+    given = []
+
+    def record(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.higher_order.flex_attention:
+                read = [one.meta["example_value"] for one in (*node.args[7], *node.args[8])]
+                given.append((read, node.args[6]["FORCE_USE_FLEX_ATTENTION"]))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=record)
+    monkeypatch.setattr(kernel, "_compiled", lambda: compiled)
+    monkeypatch.setattr(
+        FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False
+    )
+    step = make_step(rows, soft_cap=2.0, window=9)
+    with torch.inference_mode():
+        assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
+    [(read, is_forced)] = given
+    assert is_forced is (rows[0][0] > 1)
+    tensors = [one for one in read if isinstance(one, torch.Tensor)]
+    assert sorted(str(one.dtype) for one in tensors) == ["torch.float32"] + ["torch.int64"] * 3
+    sizes = [one for one in read if not isinstance(one, torch.Tensor)]
+    assert all(isinstance(one, torch.SymInt) and one.node.expr.is_Symbol for one in sizes)
+
+
 def test_a_table_of_biases_is_where_the_step_is() -> None:
     """A layer may give it on a CPU. Tensors of the device meta stand for those of a GPU."""
     positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")

@@ -106,14 +106,14 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
     """Function that changes a scaled score: it applies the soft cap, then the bias. None: scores
     stay as they are."""
-    soft_cap = layer.soft_cap
     bias = _bias(layer, group)
-    if soft_cap is None and bias is None:
+    if layer.soft_cap is None and bias is None:
         return None
+    caps = group.number(layer.soft_cap, torch.float32)
 
     def change(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if soft_cap is not None:
-            score = soft_cap * torch.tanh(score / soft_cap)
+        if caps is not None:
+            score = caps[piece] * torch.tanh(score / caps[piece])
         return score if bias is None else score + bias(piece, head, query, key)
 
     return change

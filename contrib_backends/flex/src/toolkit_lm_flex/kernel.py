@@ -18,6 +18,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _WHOLE = 2**30
 """Size of a block that holds all queries, or all keys."""
+_BLOCK = 128
+"""Queries of a block in `create_block_mask`."""
 _MOST_KERNELS = 512
 """torch compiles one for each kind of mask, of change to scores and of aux, and for each of three
 sizes being 1 or not. Past its own limit, which is 8, it would compute without a kernel and write
@@ -60,12 +62,19 @@ def fused(
         "block_mask": blocks,
         "scale": scale,
         "enable_gqa": True,
+        "kernel_options": {"FORCE_USE_FLEX_ATTENTION": not _decodes(q, k)},
     }
     with _many_kernels():
         if not logsumexp:
             return _compiled()(q, k, v, **arguments), None
         out, found = _compiled()(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
         return out, found.lse
+
+
+def _decodes(q: Tensor, k: Tensor) -> bool:
+    """Whether torch's kernel for few queries can take them. It holds all that share a KV head in
+    one tile, and refuses where they do not fit a block of the mask."""
+    return q.shape[2] == 1 and q.shape[1] // k.shape[1] <= _BLOCK
 
 
 def _one_block(mask: MaskMod, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:

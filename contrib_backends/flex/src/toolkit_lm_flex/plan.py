@@ -72,6 +72,10 @@ class Group:
     mask: MaskMod
     _blocks: list[BlockMask] = field(default_factory=list)
 
+    def number(self, value: float | None, dtype: torch.dtype) -> Tensor | None:
+        """See `_number`."""
+        return _number(value, len(self.tokens), dtype, self.tokens.device)
+
     def blocks(self) -> BlockMask:
         """The mask, and which blocks of keys no query of a block sees, so that a kernel leaves them
         out. Made once for all layers."""
@@ -177,7 +181,12 @@ def _group(batch: BatchView, key: LayerKey, pieces: list[QueryChunk]) -> Group:
         q_positions=to(positions + inner),
         k_positions=k_positions,
         longest=int(max(seen.max(), (positions + inner).max())),
-        mask=_mask(key, to((first_keys - positions)[:, 0]), to(num_keys[:, 0])),
+        mask=_mask(
+            key,
+            to((first_keys - positions)[:, 0]),
+            to(num_keys[:, 0]),
+            _number(key.window, len(pieces), torch.int64, device),
+        ),
     )
 
 
@@ -188,22 +197,32 @@ def _cached_keys(batch: BatchView, rows: Tensor, positions: Tensor, block_size: 
     return key_places(blocks * block_size + positions % block_size, block_size)
 
 
-def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor) -> MaskMod:
+def _number(
+    value: float | None, num_pieces: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """A number that a function of FlexAttention reads, for each piece [N]; None stays None.
+
+    A number of Python becomes a symbol where shapes are dynamic, and kernels for GPUs refuse
+    symbols.
+    """
+    return None if value is None else torch.full((num_pieces,), value, dtype=dtype, device=device)
+
+
+def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor, windows: Tensor | None) -> MaskMod:
     """Mask function of a group.
 
     `ahead` [N]: the first key's position minus the first query's, for each piece. `num_keys` [N]:
-    number of each piece's keys without padding.
+    number of each piece's keys without padding. `windows` [N]: the window, for each piece.
     """
     causal = key.type is AttentionType.DECODER
-    window = key.window
 
     def sees(piece: Tensor, head: Tensor, query: Tensor, other: Tensor) -> Tensor:
         distance = ahead[piece] + other - query
         seen = other < num_keys[piece]
         if causal:
             seen = seen & (distance <= 0)
-        if window is not None:
-            seen = seen & (distance > -window) & (distance < window)
+        if windows is not None:
+            seen = seen & (distance > -windows[piece]) & (distance < windows[piece])
         return seen
 
     return sees
