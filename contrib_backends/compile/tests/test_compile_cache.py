@@ -97,6 +97,13 @@ def test_a_second_start_compiles_nothing(model, compilations, tmp_path):
     assert "torch.ops.toolkit_lm.attention" in (entry_of(tmp_path / "c") / "graph_0.py").read_text()
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_nothing_of_what_is_not_compiled_is_asked_of_a_compiler(model, monkeypatch, cache):
+    """g++ takes many seconds to say which vector instructions there are."""
+    monkeypatch.setattr(compiler_module, "instructions_here", None)
+    assert compiled(model, backend="eager", compile_cache=cache).num_compiled == 0
+
+
 def test_a_copy_hits(model, compilations, tmp_path):
     start(model, tmp_path / "c")
     shutil.copytree(tmp_path / "c", tmp_path / "elsewhere")

@@ -233,7 +233,7 @@ class InductorCompiler(ModelCompiler):
 
     def _compile(self, config: VllmConfig, folder: Path, found: dict[str, str]) -> Manifest | None:
         """Compiles into a folder. Returns its manifest, or None if something in it cannot be
-        kept."""
+        kept, or if nothing is compiled."""
         splits, files = self._traced(config)
         graphs: dict[str, fx.GraphModule] = {}
         for part in splits:
@@ -243,6 +243,8 @@ class InductorCompiler(ModelCompiler):
         for number, part in enumerate(splits):
             (folder / f"graph_{number}.py").write_text(part.code, encoding="utf-8")
             self._add(part.plan, parts)
+        if self._options.backend == "eager":
+            return None
         if not kept:
             logger.warning(
                 "what was compiled cannot be kept for the next start: torch cannot store a part "
@@ -264,7 +266,8 @@ class InductorCompiler(ModelCompiler):
             sources=sources,
             plans=[split.plan for split in splits],
             bands=[str(band) for band in self._bands],
-            instructions=instructions_here(),
+            # g++ takes many seconds to test them, and code for a GPU has none.
+            instructions=instructions_here() if config.device.device == "cpu" else [],
         )
 
     def _traced(self, config: VllmConfig) -> tuple[list[Split], set[str]]:
