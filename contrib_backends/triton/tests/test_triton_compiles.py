@@ -208,8 +208,9 @@ def test_layers(dtype) -> None:
 
 FEW = {"ROWS": 16, "OUTPUTS": 32}
 MANY = {"ROWS": 128, "OUTPUTS": 128}
-PRODUCT = {"ZERO": 8, "GROUP": 128, "PACKED": True, "TILE": 64}
-CODED = {"ZERO": 0, "GROUP": 0, "PACKED": False, "TILE": 128}
+PRODUCT = {"ZERO": 8, "GROUP": 128, "PACKED": True, "TILE": 64, "E2M1": False}
+CODED = {"ZERO": 0, "GROUP": 0, "PACKED": False, "TILE": 128, "E2M1": False}
+MXFP4 = PRODUCT | {"ZERO": 0, "GROUP": 32, "TILE": 32, "E2M1": True}
 PRODUCTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "int4, few rows": ("bf16", PRODUCT | FEW, {}),
     "int4, many rows": ("bf16", PRODUCT | MANY, {}),
@@ -218,10 +219,14 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "int4 in float32": ("fp32", PRODUCT | {"ROWS": 64, "OUTPUTS": 64}, {}),
     "groups of any size": ("bf16", PRODUCT | MANY, {"groups": "*i64"}),
     "a table": ("bf16", PRODUCT | MANY | {"ZERO": 0}, {"values": "*fp32"}),
+    "MXFP4, few rows": ("bf16", MXFP4 | FEW, {}),
     "int8 of groups": ("bf16", PRODUCT | MANY | {"ZERO": 128, "PACKED": False}, {}),
     "int8 by int8, few rows": ("i8", CODED | FEW, {"x_scales": "*fp32"}),
     "int8 by int8, many rows": ("i8", CODED | MANY, {"x_scales": "*fp32"}),
 }
+
+
+NOT_OF_DENSE = ("x", "x_scales", "bias")
 
 
 @pytest.mark.parametrize(
@@ -245,4 +250,17 @@ def test_products_of_quantized_weights(product, capability) -> None:
     if dtype != "fp32":
         assert "mma" in made.asm["ptx"], "products do not run on tensor cores"
     rows = {"x": "*bf16", "codes": "*i8", "scales": "*fp32"}
-    compiled(quantized.quantize_rows, rows, {"TILE": 128}, capability, warps=1)
+    coded = {"TILE": 128, "GREATEST": 127}
+    compiled(quantized.quantize_rows, rows, coded, capability, warps=1)
+    if capability >= 90:
+        of_float = {"TILE": 8192, "GREATEST": 448}
+        compiled(quantized.quantize_rows, rows | {"codes": "*fp8e4nv"}, of_float, capability, 8)
+    if dtype != "i8":
+        dense = {name: kind for name, kind in (types | given).items() if name not in NOT_OF_DENSE}
+        sizes = {name: value for name, value in constants.items() if name != "ROWS"}
+        compiled(
+            quantized.dequantize,
+            dense | {"out": f"*{dtype}"},
+            sizes | {"OUTPUTS": 32},
+            capability,
+        )

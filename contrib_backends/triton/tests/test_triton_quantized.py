@@ -156,6 +156,20 @@ def test_products(kind) -> None:
 
 
 @runs
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_many_rows(kind, monkeypatch) -> None:
+    """A weight is dequantized, some outputs at a time, and only as integers it is not."""
+    monkeypatch.setattr(quantized, "_MANY_ROWS", 4)
+    monkeypatch.setattr(quantized, "_DEQUANTIZED", 16 * INPUTS)
+    weight = random_weight(37, **KINDS[kind])
+    method = make(weight)
+    x = random(5, INPUTS + 1)[:, 1:]
+    bias = random(37)
+    exact = x.double() @ weight.dequantized().double().T + bias.double()
+    assert ((method.multiply(x, bias).double() - exact).abs() <= bound(x, weight, exact)).all()
+
+
+@runs
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("inputs", [1, 37, 130])
 def test_any_number_of_inputs(bits, inputs) -> None:

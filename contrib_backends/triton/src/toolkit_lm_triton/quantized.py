@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from toolkit_lm.model import LinearSpec, QuantizedWeight
@@ -20,8 +20,14 @@ _CODED_TILE = 128
 """Inputs of x that share a scale, where x is rounded to codes of 8 bits."""
 _FEW_ROWS = 16
 """Rows of the smallest matrix that tensor cores multiply. So few wait for the weight's bytes."""
-_PROGRAMS = 512
-"""Programs that keep a GPU busy: several for each of its processors."""
+_PROGRAMS = 2048
+"""Programs that keep a GPU busy: as many for each of its processors as it holds."""
+_MANY_ROWS = 128
+"""With more rows a weight is dequantized first: PyTorch's product makes up for that."""
+_DEQUANTIZED = 2**26
+"""Most numbers of a weight that are dequantized at a time: they bound what memory it takes."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes of MXFP4 from 0 on. From 8 on they are negative."""
 _ALIGNMENT = 16
 """Inputs and outputs of `torch._scaled_mm` are multiples of it."""
 _FLOAT8 = 448.0
@@ -76,6 +82,7 @@ class QuantizedProduct(QuantizedMethod):
         self.zeros = None if weight.zeros is None else _compact(weight.zeros, torch.uint8)
         self.mins = None if weight.mins is None else _compact(weight.mins, spec.dtype)
         self.values = weight.values
+        self.is_e2m1 = _is_e2m1(weight)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product: Any = linear
@@ -87,13 +94,14 @@ class QuantizedProduct(QuantizedMethod):
             self.scales,
             self.zeros,
             self.mins,
-            self.values,
+            None if self.is_e2m1 else self.values,
             self.groups,
             bias,
             self.inputs,
             self.group,
             self.tile,
             self.bits,
+            self.is_e2m1,
         )
         return out
 
@@ -131,12 +139,19 @@ class ScaledProduct(QuantizedMethod):
         self.scales = weight.scales.T.contiguous()
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.device.type == "cuda":
+            codes, scales = quantize_rows(x, power_of_2(x.shape[1]), self.codes.dtype)
+            return self._product(codes, scales, x.dtype, bias)
         largest = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
         # A row of zeros has a scale too.
         scales = largest.clamp_(min=1e-30).div_(_FLOAT8)
-        codes = (x / scales).to(self.codes.dtype)
+        return self._product((x / scales).to(self.codes.dtype), scales, x.dtype, bias)
+
+    def _product(
+        self, codes: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
         out: Tensor = torch._scaled_mm(
-            codes, self.codes.T, scale_a=scales, scale_b=self.scales, out_dtype=x.dtype
+            codes, self.codes.T, scale_a=scales, scale_b=self.scales, out_dtype=dtype
         )
         return out if bias is None else out.add_(bias)
 
@@ -183,6 +198,7 @@ def linear(
     group: int,
     tile: int,
     bits: int,
+    is_e2m1: bool,
 ) -> Tensor:
     """x W^T + bias, with W in the layout of QuantizedProduct."""
     from toolkit_lm_triton.kernels import quantized
@@ -194,45 +210,106 @@ def linear(
     if x.stride(1) != 1:
         x = x.contiguous()
     dtype = x.dtype
+    weight = (codes, scales, zeros, mins, values, groups)
+    is_coded = codes.dtype is torch.int8
+    constants = {
+        "ZERO": 0 if values is not None or is_e2m1 or is_coded else 2 ** (bits - 1),
+        "GROUP": group,
+        "PACKED": bits <= 4,
+        "TILE": tile,
+        "E2M1": is_e2m1,
+    }
+    if rows > _MANY_ROWS and not is_coded:
+        return _dequantized_linear(x, weight, bias, inputs, constants)
     x_scales = None
-    if codes.dtype is torch.int8:
-        x, x_scales = quantize_rows(x, tile)
-    is_few = rows <= _FEW_ROWS
-    # In 4 bytes a larger tile would not fit the memory of a program.
-    wide = 128 if x.element_size() < 4 else 64
-    block = (_FEW_ROWS, 32) if is_few else (min(wide, power_of_2(rows)), wide)
+    if is_coded:
+        x, x_scales = quantize_rows(x, tile, torch.int8)
     tiles = codes.shape[1] // tile
-    programs = -(-outputs // block[1])
-    # Few rows make few programs, which share out the inputs.
-    splits = min(max(_PROGRAMS // programs, 1), -(-tiles // 4)) if is_few else 1
-    of_split = -(-tiles // splits)
+    choice = choose(rows, outputs, tiles, x.element_size())
+    of_split = -(-tiles // choice.splits)
     splits = -(-tiles // of_split)
     out = x.new_empty(splits, rows, outputs, dtype=torch.float32 if splits > 1 else dtype)
-    quantized.product[programs, -(-rows // block[0]), splits](
-        *(x, x_scales, codes, scales, zeros, mins, values, groups, bias, out),
+    quantized.product[-(-outputs // choice.outputs), -(-rows // choice.rows), splits](
+        *(x, x_scales, *weight, bias, out),
         *(rows, inputs, outputs, x.stride(0), codes.shape[1], of_split),
-        ZERO=0 if values is not None or x_scales is not None else 2 ** (bits - 1),
-        GROUP=group,
-        PACKED=bits <= 4,
-        TILE=tile,
-        ROWS=block[0],
-        OUTPUTS=block[1],
-        num_warps=8 if block[0] * block[1] >= 128 * 128 else 4,
+        **constants,
+        ROWS=choice.rows,
+        OUTPUTS=choice.outputs,
+        num_warps=choice.warps,
+        num_stages=choice.stages,
         **LAUNCH,
     )
     return out[0] if splits == 1 else out.sum(0).to(dtype)
 
 
-def quantize_rows(x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """x [R, inputs] -> codes [R, inputs] int8, and a float32 scale for each tile of a row."""
+class Choice(NamedTuple):
+    """Sizes of a product's programs."""
+
+    rows: int
+    outputs: int
+    splits: int
+    """Programs that share out the inputs."""
+    warps: int = 4
+    stages: int = 3
+    """Tiles that are on their way at a time."""
+
+
+def choose(rows: int, outputs: int, tiles: int, element_size: int) -> Choice:
+    """Sizes for a number of rows, of outputs, and of tiles that a weight's inputs are."""
+    is_few = rows <= _FEW_ROWS
+    # In 4 bytes a larger tile would not fit the memory of a program.
+    wide = 128 if element_size < 4 else 64
+    block = (_FEW_ROWS, 32) if is_few else (min(wide, power_of_2(rows)), wide)
+    programs = -(-outputs // block[1]) * -(-rows // block[0])
+    # Few rows make few programs, which share out the inputs. Sums of many rows are much to write.
+    most = _PROGRAMS if is_few else _PROGRAMS // 4
+    splits = min(max(most // programs, 1), -(-tiles // 4))
+    return Choice(*block, splits, warps=8 if block[0] * block[1] >= 128 * 128 else 4)
+
+
+def _dequantized_linear(
+    x: Tensor,
+    weight: tuple[Tensor | None, ...],
+    bias: Tensor | None,
+    inputs: int,
+    constants: dict[str, Any],
+) -> Tensor:
+    """x W^T + bias by PyTorch's product. W is dequantized, some outputs at a time."""
+    from toolkit_lm_triton.kernels import quantized
+
+    codes = weight[0]
+    assert codes is not None
+    outputs = len(codes)
+    out = x.new_empty(len(x), outputs)
+    step = max(1, min(outputs, _DEQUANTIZED // inputs))
+    dense = x.new_empty(step, inputs)
+    for first in range(0, outputs, step):
+        count = min(step, outputs - first)
+        quantized.dequantize[-(-count // 32), codes.shape[1] // constants["TILE"]](
+            *(*weight, dense, inputs, outputs, codes.shape[1], first, count),
+            **constants,
+            OUTPUTS=32,
+            **LAUNCH,
+        )
+        torch.mm(x, dense[:count].T, out=out[:, first : first + count])
+    return out if bias is None else out.add_(bias)
+
+
+def quantize_rows(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, inputs] -> codes [R, inputs] of int8 or float8_e4m3fn, and a float32 scale for each
+    tile of a row."""
     from toolkit_lm_triton.kernels import quantized
 
     rows, inputs = x.shape
     tiles = -(-inputs // tile)
-    codes = torch.empty(rows, inputs, dtype=torch.int8, device=x.device)
+    codes = torch.empty(rows, inputs, dtype=dtype, device=x.device)
     scales = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     quantized.quantize_rows[rows, tiles](
-        *(x, codes, scales, inputs, x.stride(0)), TILE=tile, num_warps=1, **LAUNCH
+        *(x, codes, scales, inputs, x.stride(0)),
+        TILE=tile,
+        GREATEST=127 if dtype is torch.int8 else int(_FLOAT8),
+        num_warps=min(max(tile // 512, 1), 8),
+        **LAUNCH,
     )
     return codes, scales
 
@@ -240,6 +317,13 @@ def quantize_rows(x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 def _has_scales_of_outputs_alone(weight: QuantizedWeight) -> bool:
     others = (weight.zeros, weight.mins, weight.values, weight.groups)
     return weight.scales.shape[1] == 1 and all(other is None for other in others)
+
+
+def _is_e2m1(weight: QuantizedWeight) -> bool:
+    """Whether codes are numbers of 4 bits, which are computed and not looked up."""
+    if weight.values is None or weight.values.shape != (16,):
+        return False
+    return weight.values.tolist() == [*_E2M1, *(-value for value in _E2M1)]
 
 
 def _as_bytes(weight: QuantizedWeight) -> QuantizedWeight:
@@ -279,7 +363,8 @@ _NAME = "toolkit_lm_triton"
 _library: Any = torch.library.Library(_NAME, "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "quantized_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? "
-    "values, Tensor? groups, Tensor? bias, int inputs, int group, int tile, int bits) -> Tensor"
+    "values, Tensor? groups, Tensor? bias, int inputs, int group, int tile, int bits, bool "
+    "is_e2m1) -> Tensor"
 )
 _library.impl("quantized_linear", linear, "CompositeExplicitAutograd")
 torch.library.register_fake(
