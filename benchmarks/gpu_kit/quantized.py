@@ -1,10 +1,11 @@
 """Measures products of quantized weights: the kernels `triton` against PyTorch's products of bf16,
 and its own of int4.
 
-usage: python -m gpu_kit.quantized [--quick]
+usage: python -m gpu_kit.quantized [--quick] [--tune [--seconds 60]]
 
 Each product is checked against the weight's floats, and timed for one row and for many. --quick
-checks small ones of PyTorch on a CPU.
+checks small ones of PyTorch on a CPU. --tune times sizes of the kernel's programs, and tells the
+best for each number of rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpu_kit.report import MissedError, checking, die_with_the_kit
+from gpu_kit.report import MissedError, RefusedError, checking, die_with_the_kit
 
 GROUP = 128
-ROWS = 1, 16, 1024
+ROWS = 1, 16, 64, 1024
+TUNED_ROWS = 1, 16, 64, 128
+BEST = 4
+"""Sizes that are told, the fastest first."""
 ROUNDS = 20
 COPIES = 4
 """Weights that a round reads one after another: together they are more than a card's cache."""
@@ -28,6 +32,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "MXFP4": {"bits": 4, "groups": 32, "is_table": True},
     "float8 of outputs": {"is_float": True},
 }
+TUNED = "int4 of groups", "MXFP4", "int8 of groups"
 FAULT = 0.05
 """Most relative error of a product: rounding x to float8 makes the most of it."""
 
@@ -87,8 +92,8 @@ def microseconds(device: str, products: Sequence[Callable[[], Any]]) -> float:
     return round(1e6 * least / len(products), 1)
 
 
-def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
-    """One kind of weight, with each number of rows."""
+def make_methods(name: str, device: str, size: int) -> tuple[list[Any], list[Any]]:
+    """Some weights of one kind, and their linear methods."""
     import torch
     from toolkit_lm.model import Kernels, LinearSpec, Shard
 
@@ -105,7 +110,54 @@ def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
         from toolkit_lm_triton.layers import TritonKernels
 
         kernels = TritonKernels()
-    methods = [kernels.quantized_method(spec, weight) for weight in weights]
+    return weights, [kernels.quantized_method(spec, weight) for weight in weights]
+
+
+def candidates(rows: int) -> list[tuple[int, int, int, int, int]]:
+    """Fields of `Choice` for a number of rows. Those that differ in splits alone are compiled
+    once."""
+    filled = max(16, rows)
+    programs = [(32, 4, 3), (64, 4, 3), (64, 4, 5), (128, 8, 3), (16, 2, 4), (128, 4, 4)]
+    splits = (4, 8, 16) if rows <= 16 else (1, 2, 4)
+    return [
+        (filled, outputs, split, warps, stages)
+        for outputs, warps, stages in programs
+        for split in splits
+    ]
+
+
+def tune(name: str, device: str, size: int, end: float) -> None:
+    """Times sizes of programs for one kind of weight, until the time `end`."""
+    import torch
+    from toolkit_lm_triton import quantized
+
+    _, methods = make_methods(name, device, size)
+    chosen = quantized.choose
+    for rows in TUNED_ROWS:
+        x = torch.randn(rows, size, device=device).bfloat16()
+        products = [lambda x=x, method=method: method.multiply(x, None) for method in methods]
+        times: dict[str, float] = {}
+        with checking(f"sizes of programs for {name}, {rows} rows") as found:
+            found["own_us"] = microseconds(device, products)
+            for sizes in candidates(rows):
+                if time.monotonic() > end:
+                    break
+                quantized.choose = lambda *_, sizes=sizes: quantized.Choice(*sizes)
+                try:
+                    times[" ".join(map(str, sizes))] = microseconds(device, products)
+                except Exception as error:  # What does not fit is no candidate.
+                    found.setdefault("refused", {})[" ".join(map(str, sizes))] = str(error)[:60]
+                finally:
+                    quantized.choose = chosen
+            found["tried"] = len(times)
+            found["best_us"] = dict(sorted(times.items(), key=lambda pair: pair[1])[:BEST])
+
+
+def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
+    """One kind of weight, with each number of rows."""
+    import torch
+
+    weights, methods = make_methods(name, device, size)
     found["method"] = type(methods[0]).__name__
     dense = [weight.dequantized().bfloat16() for weight in weights]
     for rows in ROWS:
@@ -143,9 +195,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of --tune")
     args = parser.parse_args()
     die_with_the_kit()
     device, size = ("cpu", GROUP) if args.quick else ("cuda", 8192)
+    if args.tune:
+        end = time.monotonic() + args.seconds
+        for number, name in enumerate(TUNED):
+            share = (end - time.monotonic()) / (len(TUNED) - number)
+            if device == "cpu":
+                with checking(f"sizes of programs for {name}"):
+                    raise RefusedError("programs are sized on a card")
+            else:
+                tune(name, device, size, time.monotonic() + share)
+        return
     for name in WEIGHTS:
         with checking(f"products of {name}") as found:
             measure(name, device, size, found)
