@@ -1,7 +1,7 @@
 """Decode and prefill of an 8B shape by one attention backend, as shares of what the card can do.
 
 usage: python -m gpu_kit.speed [--quick] --attention sdpa [--kernels torch] [--graphs piecewise]
-[--parts eager]
+[--parts eager] [--host]
 
 Weights are random, from a config.json alone. Each number is said as it is found. Decode is told as
 a share of the copy bandwidth (bytes read and written), by the bytes that a step must read: weights,
@@ -12,12 +12,15 @@ compute. --quick runs it on a CPU, on two layers.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ START = "start to the first token"
 PREFILL = "prefill"
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 4
+HOST_STEPS = 20
+MOST_FUNCTIONS = 30
+"""Functions that a profile of the host names."""
 MOST_TOLD = 8
 """Kernels that a profile names."""
 
@@ -131,6 +137,28 @@ class Bench:
         found.update(self._profiled(lambda: [self.engine.step() for _ in range(PROFILED_STEPS)]))
         self.engine.abort(names)
 
+    def host(self, rows: int, keys: int, found: dict[str, Any]) -> None:
+        """Microseconds of a decode step by function of Python, as cProfile counts them, the
+        costliest first."""
+        names = self.add(rows, keys)
+        self.until_first_tokens(names)
+        for _ in range(WARM_UP_STEPS):
+            self.engine.step()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(HOST_STEPS):
+            self.engine.step()
+        profile.disable()
+        self.engine.abort(names)
+        stats: Any = pstats.Stats(profile)
+        costly = sorted(stats.stats.items(), key=lambda pair: pair[1][2], reverse=True)
+        found["own_us"] = {
+            f"{Path(file).name}:{line} {name} x{calls / HOST_STEPS:g}": round(
+                1e6 * own / HOST_STEPS, 1
+            )
+            for (file, line, name), (_, calls, own, *_) in costly[:MOST_FUNCTIONS]
+        }
+
     def _profiled(self, work: Callable[[], object]) -> dict[str, Any]:
         from torch.profiler import ProfilerActivity, profile
 
@@ -216,7 +244,11 @@ def measure(plan: ShapePlan, folder: Path, args: argparse.Namespace) -> None:
         )
     if bench is None:
         return
-    for name, work in measurements(bench).items():
+    first = plan.rows[0]
+    works = {
+        f"host of {plan.decode_name(first, plan.short)}": partial(bench.host, first, plan.short)
+    }
+    for name, work in (works if args.host else measurements(bench)).items():
         with checking(name) as found:
             work(found)
 
@@ -230,6 +262,9 @@ def main() -> None:
     parser.add_argument("--kernels", default="torch")
     parser.add_argument("--graphs", default="none")
     parser.add_argument("--parts", default="eager")
+    parser.add_argument(
+        "--host", action="store_true", help="profile the host in decode steps, and nothing else"
+    )
     args = parser.parse_args()
     die_with_the_kit()
     with tempfile.TemporaryDirectory() as folder:
