@@ -1,7 +1,13 @@
 """Small checkpoints of the families, as transformers makes them."""
 
 import transformers
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    LongcatFlashConfig,
+    MiniCPM3Config,
+)
 
 SHAPE = {
     "vocab_size": 272,
@@ -53,6 +59,26 @@ V3 = {
 }
 
 
+GLM = {
+    "dense first": {**GROUPS, "n_shared_experts": 1},
+    "sparse first": {"mlp_layer_types": ["sparse", "dense"], "q_lora_rank": None},
+}
+MINICPM3 = {
+    "scaled": {"scale_emb": 5, "dim_model_base": 16},
+    "no scales, untied, sharpened": {
+        "scale_depth": None,
+        "dim_model_base": None,
+        "q_lora_rank": None,
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN,
+    },
+}
+LONGCAT = {
+    "routed experts alone": {"zero_expert_num": 0},
+    "zero experts, sharpened": {"rope_parameters": YARN},
+}
+
+
 def make_v2(**changes):
     return transformers.DeepseekV2ForCausalLM(DeepseekV2Config(**{**SHAPE, **changes})).eval()
 
@@ -61,3 +87,32 @@ def make_v3(**changes):
     return transformers.DeepseekV3ForCausalLM(
         DeepseekV3Config(**{**SHAPE, **GROUPS, **changes})
     ).eval()
+
+
+def make_glm(**changes):
+    return transformers.Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**SHAPE, **changes})).eval()
+
+
+def make_minicpm3(**changes):
+    """Its values are as long as hidden_size over heads, which config.json need not state."""
+    shape = {key: value for key, value in SHAPE.items() if key != "v_head_dim"}
+    return transformers.MiniCPM3ForCausalLM(MiniCPM3Config(**{**shape, **changes})).eval()
+
+
+def make_longcat(**changes):
+    """Of the four experts that give a token back, transformers writes gates, which are not
+    used."""
+    own = {
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 3,
+        "zero_expert_num": 4,
+        "head_dim": 8,
+        "routed_scaling_factor": 2.0,
+    }
+    others = {"num_hidden_layers", "intermediate_size", "moe_intermediate_size"}
+    others |= {"num_experts_per_tok", "first_k_dense_replace", "n_shared_experts"}
+    shape = {key: value for key, value in SHAPE.items() if key not in others}
+    config = LongcatFlashConfig(**{**shape, **own, **changes})
+    return transformers.LongcatFlashForCausalLM(config).eval()

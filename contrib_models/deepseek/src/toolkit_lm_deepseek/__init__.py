@@ -12,6 +12,9 @@ from toolkit_lm.plugin import (
 MODELS = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "MiniCPM3ForCausalLM": "minicpm3",
 }
 """Architectures, and the modules that hold a class of that name."""
 

@@ -148,22 +148,27 @@ class DeepseekAttention(nn.Module):
 
     def expand(self, latents: Tensor) -> Tensor:
         """Latents [N, rank] -> plain keys, then values: [N, heads, plain size + value size]."""
-        made: Tensor = self.kv_b_proj(latents)
+        made = self._own_method().apply(latents, None)
         return made.view(len(latents), self.num_heads, -1)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Each head's projections of latents to keys and to values, [heads, size, rank] each."""
-        method = self.kv_b_proj.method
+        method = self._own_method()
         if self.shown is None or self.shown[0] is not method:
-            if isinstance(method, WrappingMethod):
-                raise UnsupportedError(
-                    f"layer {self.kv_b_proj.prefix!r} cannot be wrapped by "
-                    f"{type(method).__name__}: its weight is multiplied by head."
-                )
             weight = method.dequantized().to(self.dtype).view(self.num_heads, -1, self.rank)
             self.shown = method, weight
         keys, values = torch.split(self.shown[1], [self.plain_size, self.value_size], dim=1)
         return keys, values
+
+    def _own_method(self) -> LinearMethod:
+        """The method of `kv_b_proj`. A wrapped one would change some tokens, and not others."""
+        method = self.kv_b_proj.method
+        if isinstance(method, WrappingMethod):
+            raise UnsupportedError(
+                f"layer {self.kv_b_proj.prefix!r} cannot be wrapped by {type(method).__name__}: "
+                "its weight is multiplied by head."
+            )
+        return method
 
 
 class DeepseekModel(LlamaModel):

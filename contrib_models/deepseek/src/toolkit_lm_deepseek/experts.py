@@ -125,7 +125,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     """
 
     packed = {"gate_up_proj": ("gate_proj", "up_proj")}
-    attention = DeepseekAttention
+    attention: ClassVar[type[nn.Module]] = DeepseekAttention
     decoder = DeepseekModel
     moe: ClassVar[type[DeepseekMoE]]
 
