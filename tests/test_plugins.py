@@ -36,6 +36,7 @@ SHIPPED = [
     "flashinfer",
     "flex",
     "gguf",
+    "hybrid",
     "llguidance",
     "loaders",
     "moe",

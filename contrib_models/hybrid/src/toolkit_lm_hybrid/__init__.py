@@ -1,0 +1,28 @@
+"""Recurrent and hybrid language models. This entry module only registers them; each is imported
+when it is selected."""
+
+from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
+
+MODELS = {
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+}
+"""Architectures, and the modules that hold a class of that name."""
+MODEL_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Values of `model_type`, if they are not the module's name."""
+
+
+@hookimpl
+def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
+    kv_kinds.add("recurrent_state", "toolkit_lm_hybrid.spec:RecurrentStateSpec")
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    for architecture, module in MODELS.items():
+        models.add(
+            architecture,
+            f"toolkit_lm_hybrid.{module}:{architecture}",
+            model_type=MODEL_TYPES.get(module, module),
+        )

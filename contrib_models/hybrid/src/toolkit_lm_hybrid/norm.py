@@ -1,0 +1,41 @@
+"""Norms with a gate."""
+
+from __future__ import annotations
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Shard, ShardLoader, new_parameter, torch_dtype
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm over pieces of `group` dimensions, in float32, and a gate: weight * rms_norm(x) *
+    silu(gate), or with `gate_first` weight * rms_norm(x * silu(gate))."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        group: int,
+        eps: float,
+        gate_first: bool = False,
+        vllm_config: VllmConfig,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.eps = eps
+        self.gate_first = gate_first
+        self.dtype = torch_dtype(vllm_config.model.dtype)
+        self.weight = new_parameter((shard.size,), self.dtype, ShardLoader((shard,)))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate [..., size] -> the same, in the model's dtype."""
+        x = x.float()
+        gate = F.silu(gate.float())
+        if self.gate_first:
+            x = x * gate
+        pieces = x.view(*x.shape[:-1], -1, self.group)
+        scale = torch.rsqrt(pieces.square().mean(-1, keepdim=True) + self.eps)
+        x = (pieces * scale).flatten(-2) * self.weight.float()
+        return (x if self.gate_first else x * gate).to(self.dtype)
