@@ -25,7 +25,8 @@ from toolkit_lm.model import (
     gate,
     get_activation,
 )
-from toolkit_lm_cpu import library, quantized
+from toolkit_lm_cpu import float8, library, quantized
+from toolkit_lm_cpu.float8 import Float8Panels
 from toolkit_lm_cpu.layers import CpuKernels
 from toolkit_lm_cpu.library import _kernels
 from toolkit_lm_cpu.panels import ACTIVATIONS
@@ -343,14 +344,107 @@ def test_a_compiler_sees_one_op(kernel) -> None:
     assert torch.equal(compiled(x), method.apply(x, bias, Epilogue("silu")))
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8_SCALES = {"tensor": 1, "channel": 1, "blocks of 128": 128, "groups of 32": 32}
+"""Inputs of a scale, or 1 for all of them."""
+
+
+def float8_weight(outputs: int, inputs: int, dtype: torch.dtype, scales: str) -> QuantizedWeight:
+    """All finite numbers of float8, the smallest too."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    finite = bits[bits.view(dtype).float().isfinite()]
+    codes = finite[torch.randint(0, len(finite), (outputs, inputs))]
+    size = FLOAT8_SCALES[scales]
+    rows = {"tensor": 1, "blocks of 128": -(-outputs // 128)}.get(scales, outputs)
+    stored = torch.rand(rows, 1 if size == 1 else inputs // size).add_(0.1)
+    of_rows = torch.arange(outputs) // (-(-outputs // rows))
+    return QuantizedWeight(codes=codes.view(dtype), bits=8, scales=stored[of_rows].contiguous())
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("scales", FLOAT8_SCALES)
+@pytest.mark.parametrize("kind", FLOAT8, ids=str)
+def test_products_of_float8_are_those_of_its_numbers(monkeypatch, kind, scales) -> None:
+    """By all instructions. Neither weights nor inputs are rounded; a row does not depend on others,
+    and there may be more than an item takes."""
+    for best in library.KERNELS.values():
+        for dtype, number in best.items():
+            isa = next(isa for isa in library.KERNELS if library.KERNELS[isa] is best)
+            if not _kernels.supports(isa):
+                continue
+            monkeypatch.setattr(float8, "product_type", lambda *_, number=number: number)
+            weight = float8_weight(100, 640, kind, scales)
+            method = pack(weight, dtype)
+            assert type(method) is Float8Panels
+            dense = weight.dequantized()
+            assert torch.equal(method.dequantized(), dense.to(dtype))
+            x = torch.randn(260, 640).div_(64).to(dtype)
+            bias = torch.randn(100).to(dtype)
+            exact = x.double() @ dense.double().T + bias.double()
+            whole = method.multiply(x, bias)
+            rounding = 1e-5 * (x.abs().double() @ dense.abs().double().T)
+            error = (whole.double() - exact).abs()
+            assert (error <= STEP[dtype] * exact.abs() + rounding).all()
+            for rows in (1, 7, 17, 33, 257):
+                _kernels.set_threads(1 + rows % 2)
+                assert torch.equal(method.multiply(x[-rows:], bias), whole[-rows:])
+
+
+def test_each_number_of_float8_is_exact() -> None:
+    """Each number of both kinds, by a product with the unit matrix."""
+    for kind in FLOAT8:
+        weight = float8_weight(48, 128, kind, "tensor")
+        weight = replace(weight, scales=torch.ones(48, 1))
+        for dtype in STEP:
+            found = pack(weight, dtype).multiply(torch.eye(128, dtype=dtype), None)
+            assert torch.equal(found.float(), weight.codes.float().T)
+
+
+@pytest.mark.parametrize("half", [48, 20])
+def test_what_follows_a_product_of_float8(half) -> None:
+    weight = float8_weight(2 * half, 256, torch.float8_e4m3fn, "channel")
+    method = pack(replace(weight, scales=weight.scales / 2**12), torch.float32, half, half)
+    x = torch.randn(21, 256)
+    bias = torch.randn(2 * half)
+    product = method.multiply(x, bias)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(product, F.linear(x, method.dequantized(), bias), **close)
+    torch.testing.assert_close(
+        method.apply(x, bias, Epilogue("silu", gated=True)), gate(product.clone(), "silu"), **close
+    )
+    best, found = method.likeliest(x, bias) or (None, None)
+    assert (best is None) == (half % 16 != 0)
+    if best is not None and found is not None:
+        assert torch.equal(best, product.amax(1)) and torch.equal(found, product.argmax(1))
+    compiled = torch.compile(
+        lambda x: method.apply(x, bias, Epilogue("silu")), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(x), method.apply(x, bias, Epilogue("silu")))
+
+
+def test_float8_is_explained_as_it_is_stored() -> None:
+    weight = float8_weight(24, 64, torch.float8_e5m2, "channel")
+    found = CpuKernels().explain_quantized(make_spec(weight, torch.float32), weight)
+    assert found.startswith("float8_e5m2 as stored")
+    assert "rounded" not in found
+
+
 ROUNDED: dict[str, tuple[dict[str, Any], str]] = {
-    "float8": (
-        {"codes": torch.randn(24, 64).to(torch.float8_e4m3fn)},
-        "codes in torch.float8_e4m3",
+    "another float8": (
+        {"codes": torch.randn(24, 64).to(torch.float8_e4m3fnuz)},
+        "codes in torch.float8_e4m3fnuz",
     ),
-    "float8 of 5 exponents": (
-        {"codes": torch.randn(24, 64).to(torch.float8_e5m2)},
-        "codes in torch.float8_e5m2",
+    "a small group of float8": (
+        {"codes": torch.randn(24, 64).to(torch.float8_e4m3fn), "scales": torch.ones(24, 8)},
+        "a group of 8 inputs is not a multiple of 16",
+    ),
+    "groups of float8 in any order": (
+        {
+            "codes": torch.randn(24, 64).to(torch.float8_e4m3fn),
+            "scales": torch.ones(24, 2),
+            "groups": torch.arange(64) % 2,
+        },
+        "are not runs of equal length",
     ),
     "a large table": ({"values": torch.linspace(-1, 1, 256)}, "of 4 bits, and no more"),
     "a small group": ({"scales": torch.ones(24, 8)}, "a group of 8 inputs is not a multiple of 16"),

@@ -21,12 +21,20 @@ from toolkit_lm.model import (
     new_parameter,
 )
 from toolkit_lm.plugin import Plugins, QuantizationRegistry, hookimpl
+from toolkit_lm_cpu.float8 import Float8Panels
 from toolkit_lm_cpu.fused import FusedDecoderLayer
 from toolkit_lm_cpu.layers import CpuKernels
 from toolkit_lm_cpu.library import refusal
 from toolkit_lm_cpu.quantized import QuantizedPanels
 from toolkit_lm_decoder.llama import LlamaForCausalLM
-from toolkit_lm_devkit import load_checkpoint, logits_of, make_checkpoint, randomize, run_ranks
+from toolkit_lm_devkit import (
+    assert_same_logits,
+    load_checkpoint,
+    logits_of,
+    make_checkpoint,
+    randomize,
+    run_ranks,
+)
 from toolkit_lm_devkit.generation import Generated, generate
 from torch import Tensor, nn
 
@@ -83,6 +91,13 @@ class RoundingReader(QuantizedReader):
         return rounded(loaded["weight"], self.bits, group)
 
 
+class Float8Reader(RoundingReader):
+    def read(self, spec: LinearSpec, loaded: Mapping[str, Tensor]) -> QuantizedWeight:
+        scales = loaded["weight"].float().abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
+        codes = (loaded["weight"] / scales).to(torch.float8_e4m3fn)
+        return QuantizedWeight(codes=codes, bits=8, scales=scales)
+
+
 class Int8(Quantization):
     """All weights in 8 bits, with a scale per output."""
 
@@ -114,12 +129,19 @@ class Mixed(Int8):
         return 4 if "down" in spec.prefix or spec.kind == "lm_head" else 8
 
 
+class Float8(Quantization):
+    """All weights in float8, with a scale per output."""
+
+    def method(self, spec: LinearSpec) -> LinearMethod | None:
+        return Float8Reader(self.kernels)
+
+
 class Plugin:
     name = "rounding"
 
     @hookimpl
     def toolkit_register_quantization(self, quantization: QuantizationRegistry) -> None:
-        for kind in ("Int8", "Int4", "Mixed"):
+        for kind in ("Int8", "Int4", "Mixed", "Float8"):
             quantization.add(kind.lower(), f"{__name__}:{kind}")
 
 
@@ -163,7 +185,7 @@ def same(one: Generated, other: Generated) -> bool:
     )
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "mixed"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "mixed", "float8"])
 def test_layers_in_one_call_give_what_their_modules_do(monkeypatch, model, quantization) -> None:
     """And a sequence alone gives what it gives beside others, in chunks."""
     calls = []
@@ -219,6 +241,16 @@ def test_logits_are_close_to_those_of_dequantized_weights(tmp_path, name, quanti
     exact = logits_of([plain], TOKENS)
     # Nine products follow each other, and each is off by 0.7% with random inputs.
     assert (found - exact).norm() < 9 * 0.007 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_logits_of_float8_are_those_of_its_numbers(tmp_path, name) -> None:
+    folder = make_model(name, tmp_path)
+    made = load(folder, "float8")
+    methods = {type(module.method) for module in made.modules() if hasattr(module, "method")}
+    assert methods == {Float8Panels}
+    plain = load(folder, "float8", kernels="torch")
+    assert_same_logits(logits_of([made], TOKENS), logits_of([plain], TOKENS))
 
 
 @pytest.mark.parametrize("quantization", ["int4", "mixed"])

@@ -46,6 +46,7 @@ class Quantized(NamedTuple):
     bits: int = 0
     is_half: int = 0
     kernel: int = 0
+    float8: int = 0
 
 
 class LinearPart(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart, Quantized
 from toolkit_lm_cpu.backend import Codes, CpuBackend, Metadata
-from toolkit_lm_cpu.library import _kernels, product_type, usable_types
+from toolkit_lm_cpu.float8 import Float8Panels
+from toolkit_lm_cpu.library import _kernels, usable_types
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
 from toolkit_lm_cpu.quantized import QuantizedPanels, size_of_codes
 
@@ -163,7 +164,7 @@ def fits(parts: LayerParts) -> bool:
     size = parts.attn.params.head_size
     return (
         all(
-            type(linear.method) is QuantizedPanels
+            isinstance(linear.method, QuantizedPanels)
             or (type(linear.method) is PanelLinear and linear.method.packed is not None)
             for linear in products
         )
@@ -189,11 +190,11 @@ def _products(parts: LayerParts) -> list[LinearBase]:
 
 
 def _types(parts: LayerParts) -> set[int]:
-    """Numbers of the kernels of all products whose weights are not quantized."""
+    """Numbers of the kernels of all products but those of codes, which are the same by all."""
     return {
-        product_type(linear.spec.dtype, linear.input_size)
+        linear.method.type
         for linear in _products(parts)
-        if type(linear.method) is PanelLinear
+        if isinstance(linear.method, (PanelLinear, Float8Panels))
     }
 
 

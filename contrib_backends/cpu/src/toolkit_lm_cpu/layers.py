@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit_lm_cpu.arena import Arena
+from toolkit_lm_cpu.float8 import panels_of
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
 from toolkit_lm_cpu.library import (
     _kernels,
@@ -138,7 +139,7 @@ class CpuKernels(Kernels):
             return spec.tied_to
         if refusal(weight, spec) is not None:
             return super().quantized_method(spec, weight)
-        return QuantizedPanels(weight, spec, self._arena)
+        return panels_of(weight, spec, self._arena)
 
     def explain_quantized(self, spec: LinearSpec, weight: QuantizedWeight) -> str:
         why_not = refusal(weight, spec)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Quantized
-from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, usable_types
+from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, exported, usable_types
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES
 
 _WHOLE = 64
@@ -27,6 +27,8 @@ _GROUPS = (128, 64, 32, LANES)
 """Inputs whose codes share a scale, if weights have one per output: the first that divides all."""
 _SOME = 2**22
 """Weights that are rounded again at a time."""
+_FLOAT8 = {torch.float8_e4m3fn: exported("E4M3"), torch.float8_e5m2: exported("E5M2")}
+"""The kernels' number of the dtypes of float8 that they decode."""
 _MOST_INPUTS = 2**16
 """Inputs of a group, at most: sums of products are in 32 bits."""
 
@@ -49,8 +51,7 @@ class QuantizedPanels(LinearMethod):
         if self.rounded is not None:
             weight = round_again(weight)
         self.bits = 4 if weight.bits <= 4 else 8
-        sizes = {part.size for part in spec.outputs}
-        self.is_halved = len(spec.outputs) == 2 and len(sizes) == 1 and sizes.pop() % LANES != 0
+        self.is_halved = is_halved(spec)
         """Whether panels hold the two halves of the outputs apart, as gated products need them."""
         num_scales = weight.scales.shape[1]
         self.group = (
@@ -73,8 +74,7 @@ class QuantizedPanels(LinearMethod):
             values = (weight.values / unit).round().add(128).to(torch.uint8)
             self.values = F.pad(values, (0, 16 - len(values)))
         self.packed = self._pack(weight, arena)
-        halved = scales.half()
-        self.scales = self._pack_scales(halved if torch.equal(halved.float(), scales) else scales)
+        self.scales = self._pack_scales(in_16_bits(scales))
         """[panels, G, 16]: in float16 if that is exact, as scales of most checkpoints are."""
         self.offsets = None if offsets is None else self._pack_scales(offsets)
 
@@ -135,7 +135,7 @@ class QuantizedPanels(LinearMethod):
             out_stride=0,
             rows=len(x),
             quantized=quantized,
-            codes=codes.data_ptr(),
+            codes=0 if quantized.float8 else codes.data_ptr(),
         )
         return best, indices
 
@@ -160,14 +160,7 @@ class QuantizedPanels(LinearMethod):
             ids = torch.where(ids < half, ids, ids - half + -(-half // LANES) * LANES)
         panels = ids // LANES
         lanes = ids % LANES
-        words = self.packed.view(-1, self.groups * self.group * self.bits // 32, LANES, 4)
-        codes = words[panels, :, lanes]
-        if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=2)
-        if self.values is not None:
-            codes = self.values[codes.int()]
-        values = codes.reshape(len(ids), self.groups, self.group).float()
-        values -= 128 if self.values is not None else 2 ** (self.bits - 1)
+        values = self._rows(panels, lanes).view(len(ids), self.groups, self.group)
         values *= self.scales[panels, :, lanes].unsqueeze(2)
         if self.offsets is not None:
             values -= self.offsets[panels, :, lanes].unsqueeze(2)
@@ -175,6 +168,18 @@ class QuantizedPanels(LinearMethod):
         if self.order is not None:
             rows = torch.empty_like(rows).index_copy_(1, self.order.long(), rows)
         return rows.to(self.dtype)
+
+    def _rows(self, panels: Tensor, lanes: Tensor) -> Tensor:
+        """The codes of some outputs, less their zeros, or their values: float32."""
+        words = self.packed.view(-1, self.groups * self.group * self.bits // 32, LANES, 4)
+        codes = words[panels, :, lanes]
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2)
+        if self.values is not None:
+            codes = self.values[codes.int()]
+        return (
+            codes.flatten(1).float().sub_(128 if self.values is not None else 2 ** (self.bits - 1))
+        )
 
     def _product(
         self,
@@ -257,12 +262,13 @@ def describe(
         bits=bits,
         is_half=scales.dtype is torch.float16,
         kernel=code_kernel(),
+        float8=_FLOAT8.get(packed.dtype, 0),
     )
 
 
 def size_of_codes(quantized: Quantized) -> int:
-    """Bytes for the codes of a row of x, with a scale and a sum of each group."""
-    return quantized.groups * (quantized.group + 8)
+    """Bytes for the codes of a row of x, with a scale and a sum of each group. 0: it has none."""
+    return 0 if quantized.float8 else quantized.groups * (quantized.group + 8)
 
 
 def memory(quantized: Quantized, rows: int) -> Tensor:
@@ -315,7 +321,7 @@ def linear(
         out_stride=outputs,
         rows=rows,
         quantized=quantized,
-        codes=codes.data_ptr(),
+        codes=0 if quantized.float8 else codes.data_ptr(),
     )
     return out
 
@@ -324,7 +330,8 @@ def refusal(weight: QuantizedWeight, spec: LinearSpec) -> str | None:
     """Why the kernels cannot multiply by a weight. None: they can."""
     if spec.dtype not in usable_types():
         return f"its kernels do not compute in {spec.dtype}"
-    if weight.scales.shape[1] == 1 and spec.shape[1] > _MOST_INPUTS:
+    sums_codes = rounding(weight) is not None or not weight.codes.is_floating_point()
+    if sums_codes and weight.scales.shape[1] == 1 and spec.shape[1] > _MOST_INPUTS:
         return f"a group has more than {_MOST_INPUTS} inputs"
     return None
 
@@ -332,6 +339,9 @@ def refusal(weight: QuantizedWeight, spec: LinearSpec) -> str | None:
 def explain(weight: QuantizedWeight) -> str:
     """The kernel that multiplies by a weight without a `refusal`, and why none is faster."""
     rounded = rounding(weight)
+    if rounded is None and weight.codes.is_floating_point():
+        name = str(weight.codes.dtype).removeprefix("torch.")
+        return f"{name} as stored, decoded as it is multiplied: no instructions multiply it"
     groups = weight.scales.shape[1]
     size = weight.codes.shape[1] // groups
     bits = 4 if weight.bits <= 4 and rounded is None else 8
@@ -359,17 +369,27 @@ def rounding(weight: QuantizedWeight) -> str | None:
     inputs = weight.codes.shape[1]
     groups = weight.scales.shape[1]
     if weight.codes.is_floating_point():
-        return f"they have no codes in {weight.codes.dtype}"
+        is_scaled = weight.zeros is weight.mins is weight.values is None
+        if weight.codes.dtype not in _FLOAT8 or not is_scaled:
+            return f"they have no codes in {weight.codes.dtype}"
+        if weight.groups is not None:
+            return "groups of inputs in float8 are not runs of equal length"
+        groups_of = inputs / groups
+        return None if groups_of % LANES == 0 else _not_a_multiple(groups_of)
     if weight.values is not None and weight.bits > 4:
         return "they have values of codes of 4 bits, and no more"
     if groups > 1 and (inputs % groups or inputs // groups % LANES):
-        return f"a group of {inputs / groups:g} inputs is not a multiple of {LANES}"
+        return _not_a_multiple(inputs / groups)
     if (
         weight.groups is not None
         and len(set(weight.groups.bincount(minlength=groups).tolist())) > 1
     ):
         return "groups of inputs are of unequal size"
     return None
+
+
+def _not_a_multiple(inputs: float) -> str:
+    return f"a group of {inputs:g} inputs is not a multiple of {LANES}"
 
 
 def round_again(weight: QuantizedWeight) -> QuantizedWeight:
@@ -395,6 +415,18 @@ def _fine(weight: QuantizedWeight) -> int:
     """Inputs that share a scale where a weight is rounded again."""
     inputs = weight.codes.shape[1]
     return next((size for size in (32, LANES) if inputs % size == 0), inputs)
+
+
+def is_halved(spec: LinearSpec) -> bool:
+    """Whether a layer has two halves that would share a panel."""
+    sizes = {part.size for part in spec.outputs}
+    return len(spec.outputs) == 2 and len(sizes) == 1 and sizes.pop() % LANES != 0
+
+
+def in_16_bits(scales: Tensor) -> Tensor:
+    """Scales in float16, if that is exact."""
+    halved = scales.half()
+    return halved if torch.equal(halved.float(), scales) else scales
 
 
 def _unit(values: Tensor) -> float:

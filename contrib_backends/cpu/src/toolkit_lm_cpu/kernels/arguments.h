@@ -25,7 +25,7 @@
     F(x) F(x_stride) F(residual) F(residual_stride) F(out) F(out_stride) F(rows)
 #define QUANTIZED_FIELDS(F)                                                                        \
     F(scales) F(offsets) F(values) F(order) F(scaled) F(groups) F(group) F(bits) F(is_half)        \
-    F(kernel)
+    F(kernel) F(float8)
 #define QUANTIZED_LINEAR_FIELDS(F) LINEAR_FIELDS(F) F(quantized) F(codes)
 #define PACK_CODES_FIELDS(F) F(codes) F(order) F(to) F(outputs) F(inputs) F(width) F(bits) F(added)
 #define NORM_FIELDS(F)                                                                             \

@@ -21,6 +21,18 @@ BASE INLINE Floats scales_at(const Quantized *q, long at) {
                       : floats_f32((const float *)q->scales + at);
 }
 
+/* Sixteen finite float8, in the low bytes of lanes that are zero elsewhere. */
+BASE INLINE Floats floats_float8(Words bytes, const int format) {
+    Words magnitude = and_words(bytes, splat_word(0x7f));
+    const Floats whole = floats_of(magnitude);
+    if (format == E5M2) magnitude = add_words(magnitude, magnitude);
+    const Floats normal = as_floats(
+        add_words(left_20(magnitude), splat_word((format == E5M2 ? 112 : 120) << 23)));
+    const Floats small = mul_lanes(whole, splat(format == E5M2 ? 0x1p-16f : 0x1p-9f));
+    const Floats x = select_lanes(less(whole, splat(format == E5M2 ? 4 : 8)), small, normal);
+    return as_floats(or_words(as_words(x), left_24(and_words(bytes, splat_word(0x80)))));
+}
+
 /* As bfloat16; to nearest, ties to even. */
 BASE INLINE void store_split(void *to, Floats x) {
     const Words bits = as_words(x), odd = and_words(right_16(bits), splat_word(1));

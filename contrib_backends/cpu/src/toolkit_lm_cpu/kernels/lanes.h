@@ -34,6 +34,11 @@
  */
 #define TILES_READ(from) __asm__ volatile("" ::"r"(from) : "memory")
 
+/* The numbers of float8 below the least normal one, in bfloat16. */
+#define SMALL_FLOAT8(format)                                                                       \
+    ((format) == E5M2 ? _mm_setr_epi16(0, 0x3780, 0x3800, 0x3840, 0, 0, 0, 0)                      \
+                      : _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60))
+
 #define Floats ISA(Floats) /* sixteen floats */
 #define Words ISA(Words)   /* sixteen times 32 bits */
 #define Mask ISA(Mask)     /* some of sixteen lanes */
@@ -51,6 +56,8 @@
 #define store_u16 ISA(store_u16) /* words below 2^16 */
 /* (to, from, odd): sixteen elements of 16 bits to the high or the low halves of lanes */
 #define store_halves ISA(store_halves)
+/* (from, format): sixteen pairs of finite float8 as pairs of bfloat16, which is exact */
+#define pairs_float8 ISA(pairs_float8)
 #define bytes_16 ISA(bytes_16) /* four lanes, again and again */
 #define store_codes ISA(store_codes) /* whole numbers from -128 to 127, in 8 bits */
 #define transpose ISA(transpose)
@@ -107,6 +114,7 @@
 #define exp2_lanes ISA(exp2_lanes)
 #define tanh_lanes ISA(tanh_lanes)
 #define erf_lanes ISA(erf_lanes)
+#define floats_float8 ISA(floats_float8)
 #define activate ISA(activate)
 #define scales_at ISA(scales_at)
 

@@ -67,6 +67,28 @@ BASE INLINE void store_halves(void *to, const void *from, int odd) {
     for (int i = 0; i < LANES; i++) ((uint16_t *)to)[2 * i + odd] = ((const uint16_t *)from)[i];
 }
 
+BASE INLINE __m256i pairs_float8_8(const void *from, const int format) {
+    const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+    const __m256i normal = _mm256_add_epi16(
+        _mm256_and_si256(format == E5M2 ? _mm256_slli_epi16(x, 5) : _mm256_slli_epi16(x, 4),
+                         _mm256_set1_epi16(format == E5M2 ? (short)0x8fe0 : (short)0x87f0)),
+        _mm256_set1_epi16(format == E5M2 ? 112 << 7 : 120 << 7));
+    const __m256i is_small = _mm256_cmpeq_epi16(
+        _mm256_and_si256(x, _mm256_set1_epi16(format == E5M2 ? 0x7c : 0x78)),
+        _mm256_setzero_si256());
+    /* Both bytes of a number that is looked up. */
+    const __m256i at = _mm256_add_epi16(
+        _mm256_mullo_epi16(_mm256_and_si256(x, _mm256_set1_epi16(7)), _mm256_set1_epi16(0x202)),
+        _mm256_set1_epi16(0x100));
+    const __m256i small =
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(SMALL_FLOAT8(format)), at);
+    return _mm256_or_si256(_mm256_blendv_epi8(normal, small, is_small),
+                           _mm256_and_si256(x, _mm256_set1_epi16((short)0x8000)));
+}
+BASE INLINE Words pairs_float8(const void *from, const int format) {
+    return (Words){pairs_float8_8(from, format), pairs_float8_8((const char *)from + 16, format)};
+}
+
 BASE INLINE Floats splat(float x) { return (Floats){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 BASE INLINE Words splat_word(int32_t x) {
     return (Words){_mm256_set1_epi32(x), _mm256_set1_epi32(x)};

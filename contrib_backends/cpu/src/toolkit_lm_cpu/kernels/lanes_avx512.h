@@ -68,6 +68,18 @@ BASE INLINE Words bytes_16(const void *from) {
 }
 BASE INLINE Words look_up(Words bytes, Words x) { return _mm512_shuffle_epi8(bytes, x); }
 BASE INLINE Words right_4(Words x) { return _mm512_srli_epi32(x, 4); }
+BASE INLINE Words pairs_float8(const void *from, const int format) {
+    const Words x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
+    const Words small = _mm512_castsi128_si512(SMALL_FLOAT8(format));
+    const Words normal = _mm512_add_epi16(
+        _mm512_and_si512(format == E5M2 ? _mm512_slli_epi16(x, 5) : _mm512_slli_epi16(x, 4),
+                         _mm512_set1_epi16(format == E5M2 ? (short)0x8fe0 : (short)0x87f0)),
+        _mm512_set1_epi16(format == E5M2 ? 112 << 7 : 120 << 7));
+    const __mmask32 is_small =
+        _mm512_testn_epi16_mask(x, _mm512_set1_epi16(format == E5M2 ? 0x7c : 0x78));
+    return _mm512_or_si512(_mm512_mask_permutexvar_epi16(normal, is_small, x, small),
+                           _mm512_and_si512(x, _mm512_set1_epi16((short)0x8000)));
+}
 BASE INLINE Words as_words(Floats x) { return _mm512_castps_si512(x); }
 BASE INLINE Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 

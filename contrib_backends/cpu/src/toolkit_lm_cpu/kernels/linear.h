@@ -277,23 +277,27 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
     }
 }
 
+#include "float8.h"
+
 /* sums [rows][PANELS][16] of some panels, from `first` on, each of `panel` bytes. */
 TARGET INLINE void NAME(add_up)(const Linear *l, const int32_t *x, long x_stride, long row,
                                 long rows, long first, long panels, long panel, const char *next,
                                 float *sums) {
     if (l->codes != NULL)
         l->add_codes(l, row, rows, first, panels, next, sums);
+    else if (l->quantized.float8 != CODED)
+        NAME(panels_float8)(l, x, x_stride, rows, first, panels, next, sums);
     else
         NAME(panels)((const LANE *)((const char *)l->weights + first * panel), l->inputs / PAIR, x,
                      x_stride, rows, panels, (const LANE *)next, sums);
 }
 
-/* One work item: up to BLOCK rows by l->columns panels. */
+/* One work item: up to l->block rows by l->columns panels. */
 TARGET static void NAME(multiply)(void *job, long item) {
     Linear *l = job;
     const long lanes = l->inputs / PAIR, panels = (l->outputs + LANES - 1) / LANES;
-    const long row = item % l->row_blocks * BLOCK,
-               rows = l->rows - row < BLOCK ? l->rows - row : BLOCK;
+    const long row = item % l->row_blocks * l->block,
+               rows = l->rows - row < l->block ? l->rows - row : l->block;
     const long first = item / l->row_blocks * l->columns,
                last = first + l->columns < panels ? first + l->columns : panels;
     /* Panel to prefetch: this thread's next item starts there if threads alternate. */
@@ -324,8 +328,8 @@ TARGET static void NAME(multiply)(void *job, long item) {
 #else
     x = (const int32_t *)((const ELEMENT *)l->x + row * l->x_stride), x_stride = l->x_stride / PAIR;
 #endif
-    const long panel = l->codes == NULL ? lanes * LANES * (long)sizeof(LANE)
-                                        : panel_bytes(&l->quantized);
+    const long panel = l->quantized.scales == NULL ? lanes * LANES * (long)sizeof(LANE)
+                                                   : panel_bytes(&l->quantized);
     const char *weights = l->weights;
     const long out_stride = kept ? l->columns * LANES : l->out_stride;
     ELEMENT *out = kept ? (ELEMENT *)(up + size + converted)

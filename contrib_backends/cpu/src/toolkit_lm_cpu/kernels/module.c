@@ -454,7 +454,7 @@ static int export_all(PyObject *module) {
         long number;
     } numbers[] = {ACTIVATIONS(NUMBER) NUMBER(LANES) NUMBER(TILE) NUMBER(MOST_SIZE)
                        NUMBER(AMX_INPUTS) NUMBER(SEE_ALL) NUMBER(SEE_PAST) NUMBER(SEE_AROUND)
-                           NUMBER(AS_INT8) NUMBER(AS_E4M3)};
+                           NUMBER(AS_INT8) NUMBER(AS_E4M3) NUMBER(E4M3) NUMBER(E5M2)};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].number) < 0) return 0;
 #define ENTRY(x, suffix, isa, dtype) , isa, dtype, pair_##suffix

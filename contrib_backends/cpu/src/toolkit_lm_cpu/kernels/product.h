@@ -17,6 +17,11 @@
 #define AMX_INPUTS 32   /* what the length of a sum by the tiles of AMX is a multiple of */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
+#define DECODED 512     /* inputs of float8 that are decoded at a time */
+
+/* Whether weights are codes, or floats of 8 bits. */
+enum { CODED, E4M3, E5M2 };
+
 /* module.c exports their numbers. */
 #define ACTIVATIONS(A) A(PLAIN) A(RELU) A(SILU) A(GELU) A(GELU_TANH) A(QUICK_GELU)
 #define NUMBER(name) name,
@@ -41,6 +46,7 @@ typedef struct {
     int bits;             /* that a code has in memory: 4 or 8 */
     int is_half;
     int kernel;           /* its number in CODE_KERNELS of module.c */
+    int float8;           /* E4M3 or E5M2: of float8.h, which has no codes of x; or CODED */
 } Quantized;
 
 typedef struct Linear Linear;
@@ -62,7 +68,7 @@ struct Linear {
     int activation, is_gated;
     float factor; /* of the result as it is stored, where there is no residual; 0: none */
     long row_blocks, column_blocks;
-    long columns; /* panels of an item */
+    long block, columns; /* rows and panels of an item, at most */
     int failed;   /* there was no memory */
     Quantized quantized;
     void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
@@ -142,7 +148,9 @@ static const Fetch FETCHES[2][BLOCK / 4 + 1] = {
 /* Items small enough for all threads to have some, and as large as that allows. */
 static void cut_linear(Linear *l) {
     const long panels = (l->outputs + LANES - 1) / LANES;
-    l->row_blocks = (l->rows + BLOCK - 1) / BLOCK;
+    /* What is decoded serves more rows. */
+    l->block = l->quantized.float8 == CODED ? BLOCK : 4 * BLOCK;
+    l->row_blocks = (l->rows + l->block - 1) / l->block;
     const long share = panels * l->row_blocks / (4 * atomic_load(&team.threads)) / PANELS * PANELS;
     l->columns = share < PANELS ? PANELS : share > MOST_COLUMNS ? MOST_COLUMNS : share;
     l->column_blocks = (panels + l->columns - 1) / l->columns;

@@ -52,7 +52,7 @@ static Linear make_linear(const Layer *l, LinearPart part, const void *x, long i
                 .out_stride = outputs,
                 .quantized = part.quantized};
     p.rows = tokens;
-    if (part.quantized.scales != NULL) p.codes = codes;
+    if (part.quantized.scales != NULL && part.quantized.float8 == CODED) p.codes = codes;
     p.inputs = inputs;
     p.outputs = outputs;
     p.factor = factor;
