@@ -81,8 +81,8 @@ def gptq(weight, bits=4, group=32, ordered=False, version=1, symmetric=False):
     }, dense
 
 
-def awq(weight, group=32):
-    codes, scales, zeros, dense = integers(weight, 4, group, symmetric=False)
+def awq(weight, group=32, symmetric=False, stores_zeros=True):
+    codes, scales, zeros, dense = integers(weight, 4, group, symmetric=symmetric)
 
     def packed(columns):
         found = torch.zeros(columns.shape[0], columns.shape[1] // 8, dtype=torch.int64)
@@ -90,11 +90,8 @@ def awq(weight, group=32):
             found |= columns[:, place::8].long() << (4 * i)
         return torch.where(found >= 2**31, found - 2**32, found).int()
 
-    return {
-        "qweight": packed(codes.T),
-        "qzeros": packed(zeros.T),
-        "scales": scales.T.half().contiguous(),
-    }, dense
+    tensors = {"qweight": packed(codes.T), "scales": scales.T.half().contiguous()}
+    return tensors | ({"qzeros": packed(zeros.T)} if stores_zeros else {}), dense
 
 
 def int8(weight, strategy="channel", symmetric=True):
@@ -344,6 +341,14 @@ FORMATS = {
         writer(gptq, bits=8, group=None, symmetric=True),
     ),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
+    "awq symmetric": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False},
+        writer(awq, symmetric=True),
+    ),
+    "awq symmetric, no zeros": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False},
+        writer(awq, symmetric=True, stores_zeros=False),
+    ),
     "auto-round gptq": Format(
         {
             "quant_method": "auto-round",

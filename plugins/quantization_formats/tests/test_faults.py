@@ -65,9 +65,10 @@ FAULTS = {
 }
 
 
-def applies(fault, key, tensor):
+def applies(fault, key, tensor, stated):
     if fault == "missing":
-        return key not in (*PASSED_OVER, "weight_shape", "g_idx", "weight_format")
+        free = ("qzeros",) if stated.get("zero_point") is False else ()
+        return key not in (*PASSED_OVER, *free, "weight_shape", "g_idx", "weight_format")
     if fault in ("nan", "infinite"):
         return tensor.is_floating_point()
     if fault == "zero":
@@ -107,7 +108,8 @@ def test_each_fault_of_each_tensor_is_told(written, tmp_path, name):
     tried = 0
     for key in keys:
         for fault, change in FAULTS.items():
-            if not applies(fault, key.removeprefix(f"{MODULE}."), weights[key]):
+            name_of = key.removeprefix(f"{MODULE}.")
+            if not applies(fault, name_of, weights[key], FORMATS[name].config):
                 continue
             changed = change(weights[key])
             others = {k: v for k, v in weights.items() if k != key}
@@ -168,7 +170,7 @@ WRONG = {
     "awq": [
         ({"bits": 8}, "bits is 8"),
         ({"version": "gemv"}, "version is 'gemv', and what is read is 'gemm'"),
-        ({"zero_point": False}, "zero_point is False"),
+        ({"zero_point": 3}, "Expected `bool`, got `int`"),
         ({"group_size": 48}, "groups of 48 inputs do not divide its 64 inputs"),
     ],
     "auto-round": [

@@ -31,9 +31,10 @@ class Awq(FormatQuantization):
             4 if config.bits is None and config.w_bit is None else config.bits or config.w_bit,
             [4],
         )
-        one_of("zero_point", config.zero_point, [True])
         size = config.group_size if config.group_size is not None else config.q_group_size
-        self.layout = AwqColumns(group=group_of(128 if size is None else size))
+        self.layout = AwqColumns(
+            group=group_of(128 if size is None else size), symmetric=not config.zero_point
+        )
 
     def scheme(self, spec: LinearSpec, source: str, tensors: frozenset[str]) -> Scheme | None:
         if not tensors:

@@ -226,30 +226,38 @@ class AwqColumns(Scheme):
     AWQ has them: scales [G, N]."""
 
     group: int | None
+    symmetric: bool = False
+    """Whether zeros that are not stored are 8. Stored ones count, as AutoRound has them."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return ("qweight", "qzeros", "scales")
+        return ("qweight", "scales") if self.symmetric else ("qweight", "qzeros", "scales")
 
     def stored(self, spec: LinearSpec, has: Callable[[str], bool]) -> dict[str, Stored]:
         if self.group is not None:
             check_groups(spec, self.group)
         packed = Axis("outputs", pack=8)
         groups = _inputs(self.group)
-        return {
+        made = {
             "qweight": Stored((INPUTS, packed), torch.int32),
-            "qzeros": Stored((groups, packed), torch.int32),
             "scales": Stored((groups, OUTPUTS)),
         }
+        if not self.symmetric or has("qzeros"):
+            made["qzeros"] = Stored((groups, packed), torch.int32)
+        return made
 
     def read(self, spec: LinearSpec, loaded: Mapping[str, Tensor]) -> QuantizedWeight:
         outputs = spec.shape[0]
-        codes, zeros = (_in_order(unpack(loaded[name], 4)) for name in ("qweight", "qzeros"))
+        unpacked = {
+            name: _in_order(unpack(loaded[name], 4))[:, :outputs].T
+            for name in ("qweight", "qzeros")
+            if name in loaded
+        }
         return QuantizedWeight(
-            codes=codes[:, :outputs].T.contiguous(),
+            codes=unpacked["qweight"].contiguous(),
             bits=4,
             scales=loaded["scales"].T.contiguous(),
-            zeros=zeros[:, :outputs].T.float(),
+            zeros=unpacked["qzeros"].float() if "qzeros" in unpacked else None,
         )
 
 
