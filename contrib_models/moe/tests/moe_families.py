@@ -1,9 +1,14 @@
 """Small mixtures of experts, as transformers makes them."""
 
+import copy
+
 import torch
+from toolkit_lm_moe.gpt_oss import GptOssForCausalLM
 from toolkit_lm_moe.mixtral import MixtralForCausalLM
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeForCausalLM
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM as HFGptOss,
     MixtralConfig,
     MixtralForCausalLM as HFMixtral,
     Qwen3MoeConfig,
@@ -56,7 +61,38 @@ QWEN3_MOE = {
         "tie_word_embeddings": True,
     },
 }
-FAMILIES = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen3_moe": (Qwen3MoeForCausalLM, QWEN3_MOE)}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+GPT_OSS = {
+    # The limit is one that random weights reach.
+    "4 of 8, yarn": {
+        "num_experts_per_tok": 4,
+        "num_local_experts": 8,
+        "sliding_window": WINDOW,
+        "rope_parameters": YARN,
+        "swiglu_limit": 0.5,
+    },
+    "1 of 4, all windows, tied": {
+        "num_experts_per_tok": 1,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "swiglu_alpha": 1.1,
+        "tie_word_embeddings": True,
+    },
+}
+FAMILIES = {
+    "mixtral": (MixtralForCausalLM, MIXTRAL),
+    "qwen3_moe": (Qwen3MoeForCausalLM, QWEN3_MOE),
+    "gpt_oss": (GptOssForCausalLM, GPT_OSS),
+}
 CASES = [(family, variant) for family, (_, variants) in FAMILIES.items() for variant in variants]
 
 
@@ -70,8 +106,16 @@ def make_qwen3_moe(**changes):
     return HFQwen3Moe(Qwen3MoeConfig(**shape)).eval()
 
 
+def make_gpt_oss(**changes):
+    shape = {**SHAPE, "head_dim": 16, **copy.deepcopy(changes)}
+    return HFGptOss(GptOssConfig(**shape)).eval()
+
+
+MAKERS = {"mixtral": make_mixtral, "qwen3_moe": make_qwen3_moe, "gpt_oss": make_gpt_oss}
+
+
 def make(family, variant):
-    maker = {"mixtral": make_mixtral, "qwen3_moe": make_qwen3_moe}[family]
+    maker = MAKERS[family]
     return maker(**FAMILIES[family][1][variant])
 
 

@@ -1,7 +1,7 @@
-"""Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked
+"""All families through the whole engine: mixed lengths, a pool that makes it preempt, chunked
 prefill, shards, weight errors."""
 
-from moe_families import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
+from moe_families import GPT_OSS, MIXTRAL, QWEN3_MOE, make_gpt_oss, make_mixtral, make_qwen3_moe
 from toolkit_lm_devkit import TransformersConformance
 
 
@@ -17,3 +17,10 @@ class TestQwen3Moe(TransformersConformance):
 
     def make_hf_model(self, **variant):
         return make_qwen3_moe(**variant)
+
+
+class TestGptOss(TransformersConformance):
+    variants = GPT_OSS
+
+    def make_hf_model(self, **variant):
+        return make_gpt_oss(**variant)

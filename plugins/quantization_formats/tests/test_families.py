@@ -16,9 +16,11 @@ from toolkit_lm_devkit import (
     hidden_states,
     load_checkpoint,
     logits_of,
+    randomize,
     run_ranks,
 )
 from toolkit_lm_encoder.bert import BertModel
+from toolkit_lm_moe.gpt_oss import GptOssForCausalLM
 from toolkit_lm_moe.mixtral import MixtralForCausalLM
 
 SHAPE = {
@@ -99,18 +101,36 @@ def test_experts(tmp_path, name, stated):
     assert_same_logits(logits_of([load(MixtralForCausalLM, tmp_path)], TOKENS), expected)
 
 
-def test_all_experts_in_one_tensor(tmp_path):
+def gpt_oss():
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **SHAPE | {"intermediate_size": 64, "head_dim": 16, "sliding_window": 8},
+        num_local_experts=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    made = transformers.GptOssForCausalLM(config).eval()
+    randomize(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "model_class"), [(mixtral, MixtralForCausalLM), (gpt_oss, GptOssForCausalLM)]
+)
+def test_all_experts_in_one_tensor(tmp_path, make, model_class):
     """MXFP4 as gpt-oss has it, over one and two ranks."""
-    model = mixtral()
+    model = make()
     model.save_pretrained(tmp_path / "small")
     stored = {}
     dense = dict(model.state_dict())
     for key, tensor in model.state_dict().items():
-        if ".experts." not in key:
+        if ".experts." not in key or key.endswith("bias"):
             stored[key] = tensor.contiguous()
             continue
-        experts = [mxfp4(one) for one in tensor]
-        dense[key] = torch.stack([weight for _, weight in experts])
+        # transformers has gpt-oss's floats as [inputs, outputs]; blocks are of outputs first.
+        turned = make is gpt_oss
+        experts = [mxfp4((one.mT if turned else one).contiguous()) for one in tensor]
+        dense[key] = torch.stack([weight.mT if turned else weight for _, weight in experts])
         blocks = torch.stack([tensors["weight_packed"] for tensors, _ in experts])
         stored[f"{key}_blocks"] = blocks.unflatten(2, (-1, 16))
         stored[f"{key}_scales"] = torch.stack([t["weight_scale"] for t, _ in experts])
@@ -121,10 +141,10 @@ def test_all_experts_in_one_tensor(tmp_path):
     model.load_state_dict(dense)
     with torch.inference_mode():
         expected = model(TOKENS[None]).logits[0]
-    assert_same_logits(logits_of([load(MixtralForCausalLM, tmp_path)], TOKENS), expected)
+    assert_same_logits(logits_of([load(model_class, tmp_path)], TOKENS), expected)
 
     def compute(rank):
-        shard = load(MixtralForCausalLM, tmp_path, rank=rank, tensor_parallel_size=2)
+        shard = load(model_class, tmp_path, rank=rank, tensor_parallel_size=2)
         return logits_of([shard], TOKENS)
 
     for logits in run_ranks(compute):
@@ -133,7 +153,7 @@ def test_all_experts_in_one_tensor(tmp_path):
     stored[name] = stored[name].flatten(2)
     save_file(stored, tmp_path / "small/model.safetensors")
     with pytest.raises(CheckpointError, match=r"_blocks has shape .*, not \[experts, outputs, "):
-        load(MixtralForCausalLM, tmp_path)
+        load(model_class, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ct W8A8", "gptq v1", "awq"])

@@ -77,6 +77,7 @@ class LlamaAttention(Bypassable):
             "scale",
             "window",
             "soft_cap",
+            "sinks",
             "head_norms",
         }
     )
@@ -116,6 +117,7 @@ class LlamaAttention(Bypassable):
             scale=self.scale(config),
             window=self.window(config, layer_index(prefix)),
             soft_cap=self.soft_cap(config),
+            sinks=self.sinks(vllm_config),
             vllm_config=vllm_config,
             prefix=join(prefix, "attn"),
         )
@@ -136,6 +138,10 @@ class LlamaAttention(Bypassable):
 
     def soft_cap(self, config: HFConfig) -> float | None:
         """Soft cap of scores; None: no cap."""
+        return None
+
+    def sinks(self, vllm_config: VllmConfig) -> nn.Parameter | None:
+        """A logit per head of this rank, which joins the softmax's denominator; None: no sinks."""
         return None
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:

@@ -3,14 +3,15 @@ it is selected."""
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
+MODELS = {
+    "GptOssForCausalLM": "gpt_oss",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Architectures, and the modules that hold a class of that name."""
+
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    models.add(
-        "MixtralForCausalLM", "toolkit_lm_moe.mixtral:MixtralForCausalLM", model_type="mixtral"
-    )
-    models.add(
-        "Qwen3MoeForCausalLM",
-        "toolkit_lm_moe.qwen3_moe:Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
-    )
+    for architecture, module in MODELS.items():
+        models.add(architecture, f"toolkit_lm_moe.{module}:{architecture}", model_type=module)

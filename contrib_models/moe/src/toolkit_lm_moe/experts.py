@@ -4,7 +4,7 @@ product."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model import (
+    NO_EPILOGUE,
     Absent,
     Epilogue,
     LinearBase,
@@ -80,15 +81,38 @@ def divide_experts(num_experts: int, parallel: ParallelConfig, subject: str) -> 
     return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
 
 
-class _GatedLinear(LinearBase):
-    """Gate and up of one expert: [rows, H] -> activation(gate) * up [rows, inner]."""
+GatedUnit = Callable[[Tensor], Tensor]
+"""Gate and up side by side [rows, 2 * inner] -> [rows, inner]."""
 
-    def __init__(self, spec: LinearSpec, activation: str) -> None:
-        super().__init__(spec)
-        self.epilogue = Epilogue(activation, gated=True)
+
+class _GatedLinear(LinearBase):
+    """Gate and up of one expert: [rows, H] -> activation(gate) * up [rows, inner], or `unit` of
+    both."""
+
+    def __init__(
+        self, spec: LinearSpec, activation: str, *, bias: bool, unit: GatedUnit | None
+    ) -> None:
+        super().__init__(spec, bias=bias)
+        self.epilogue = NO_EPILOGUE if unit is not None else Epilogue(activation, gated=True)
+        self.unit = unit
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
-        return self.method.apply(x, None, self.epilogue, rows=self.rows if rows is None else rows)
+        out = self.method.apply(
+            x, self.bias, self.epilogue, rows=self.rows if rows is None else rows
+        )
+        return out if self.unit is None else self.unit(out)
+
+
+class _DownLinear(LinearBase):
+    """[rows, inner] -> [rows, H]. Of the ranks that hold a share of it, the first adds the bias."""
+
+    def __init__(self, spec: LinearSpec, *, bias: bool) -> None:
+        super().__init__(spec, bias=bias)
+        self.adds_bias = spec.inputs.start == 0
+
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        bias = self.bias if self.adds_bias else None
+        return self.method.apply(x, bias, rows=self.rows if rows is None else rows)
 
 
 class _Expert(nn.Module):
@@ -112,8 +136,8 @@ class RoutedExperts(Bypassable):
     some experts whole (`divide_experts`). Either way the ranks' results are summed.
 
     Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner],
-    "1.gate_up_proj.weight", ... A model whose checkpoints may hold all experts in one tensor passes
-    them through `split_experts`.
+    "1.gate_up_proj.weight", ...; with `bias` also "0.gate_up_proj.bias", ... A model whose
+    checkpoints may hold all experts in one tensor passes them through `split_experts`.
 
     Raises ConfigError when the inner dimensions cannot be split evenly over the ranks, or when
     experts are fewer than ranks that hold them whole.
@@ -125,6 +149,8 @@ class RoutedExperts(Bypassable):
     stacked: tuple[Tensor, Tensor] | None
     """The weights of the experts held, for one grouped product: gate and up [E, 2 * inner, H], down
     [E, H, inner]. None: one by one."""
+    stacked_biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Their biases [E, 2 * inner] and [E, H], those that this rank adds."""
 
     def __init__(
         self,
@@ -133,11 +159,16 @@ class RoutedExperts(Bypassable):
         inner_size: int,
         *,
         activation: str = "silu",
+        unit: GatedUnit | None = None,
+        bias: bool = False,
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
+        """`unit` takes the place of activation(gate) * up."""
         super().__init__()
         self.prefix = prefix
+        self.unit = unit
+        self.has_bias = bias
         self.num_experts = num_experts
         self.parallel = vllm_config.parallel
         get_activation(activation)
@@ -161,8 +192,12 @@ class RoutedExperts(Bypassable):
             )
 
         def expert(i: int) -> _Expert:
-            gate_up = _GatedLinear(spec(f"{i}.gate_up_proj", hidden, (inner, inner)), activation)
-            return _Expert(gate_up, LinearBase(spec(f"{i}.down_proj", inner, (hidden,))))
+            gate_up = _GatedLinear(
+                spec(f"{i}.gate_up_proj", hidden, (inner, inner)), activation, bias=bias, unit=unit
+            )
+            return _Expert(
+                gate_up, _DownLinear(spec(f"{i}.down_proj", inner, (hidden,)), bias=bias)
+            )
 
         for i in range(num_experts):
             self.add_module(str(i), expert(i) if i in self.held else Absent())
@@ -176,23 +211,16 @@ class RoutedExperts(Bypassable):
 
     def stack(self) -> tuple[Tensor, Tensor] | None:
         """Makes the weights of the experts slices of two tensors, as in `stacked`, before they are
-        loaded. None: they are quantized."""
+        loaded, and their biases of two others. None: they are quantized."""
         gate_up, down = (
-            self._stack([self.get_submodule(f"{i}.{name}") for i in self.held])
-            for name in PROJECTIONS
+            [self.get_submodule(f"{i}.{name}") for i in self.held] for name in PROJECTIONS
         )
-        return None if gate_up is None or down is None else (gate_up, down)
-
-    def _stack(self, projections: Sequence[nn.Module]) -> Tensor | None:
-        if not all(isinstance(projection.method, UnquantizedMethod) for projection in projections):
+        if not all(isinstance(layer.method, UnquantizedMethod) for layer in (*gate_up, *down)):
             return None
-        weights = [projection.get_parameter("weight") for projection in projections]
-        stacked = torch.empty(
-            len(weights), *weights[0].shape, dtype=weights[0].dtype, device=weights[0].device
-        )
-        for weight, own in zip(weights, stacked, strict=True):
-            weight.data = own
-        return stacked
+        if self.has_bias:
+            bias = _stack(down, "bias")
+            self.stacked_biases = _stack(gate_up, "bias"), bias if down[0].adds_bias else None
+        return _stack(gate_up, "weight"), _stack(down, "weight")
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) ->
@@ -231,9 +259,13 @@ class RoutedExperts(Bypassable):
         ends = torch.searchsorted(
             chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True
         )
-        return F.grouped_mm(
-            gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends
-        )
+        of_gate_up, of_down = self.stacked_biases
+        held = chosen.clamp(max=len(self.held) - 1)
+        x = F.grouped_mm(rows, gate_up.mT, offs=ends)
+        x = x if of_gate_up is None else x.add_(of_gate_up[held])
+        x = gate(x, self.activation) if self.unit is None else self.unit(x)
+        x = F.grouped_mm(x, down.mT, offs=ends)
+        return x if of_down is None else x.add_(of_down[held])
 
     def refuses_bypass(self) -> str | None:
         methods = (
@@ -258,6 +290,16 @@ class RoutedExperts(Bypassable):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, held={self.held.start}..{self.held.stop - 1}"
+
+
+def _stack(layers: Sequence[nn.Module], name: str) -> Tensor:
+    """Makes a parameter of several layers, of one shape, slices of one tensor."""
+    parameters = [layer.get_parameter(name) for layer in layers]
+    first = parameters[0]
+    stacked = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device=first.device)
+    for parameter, own in zip(parameters, stacked, strict=True):
+        parameter.data = own
+    return stacked
 
 
 def _experts(x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, layer: str) -> None:

@@ -4,6 +4,7 @@ loading of its weights."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
@@ -11,7 +12,7 @@ from toolkit_lm.model import HFConfig, ReplicatedLinear, join
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from torch import Tensor, nn
 
-from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
+from toolkit_lm_moe.experts import GatedUnit, RoutedExperts, route_top_k, split_experts
 
 _MOST_EXPERTS = 2**12
 
@@ -30,6 +31,9 @@ def num_experts_of(config: HFConfig) -> int:
 class RoutedBlock(nn.Module):
     """Routed experts: x [T, H] -> [T, H]."""
 
+    has_bias: ClassVar[bool] = False
+    """Whether the router and the experts have biases."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
@@ -43,13 +47,19 @@ class RoutedBlock(nn.Module):
             )
         self.normalize = self.normalizes(config)
         self.gate = ReplicatedLinear(
-            hidden_size, num_experts, vllm_config=vllm_config, prefix=join(prefix, "gate")
+            hidden_size,
+            num_experts,
+            bias=self.has_bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "gate"),
         )
         self.experts = RoutedExperts(
             num_experts,
             hidden_size,
             self.inner_size(config),
             activation=config.get("hidden_act", str, "silu"),
+            unit=self.unit(config),
+            bias=self.has_bias,
             vllm_config=vllm_config,
             prefix=join(prefix, "experts"),
         )
@@ -62,8 +72,17 @@ class RoutedBlock(nn.Module):
         """Whether the weights of a token's experts sum to one."""
         return True
 
+    def unit(self, config: HFConfig) -> GatedUnit | None:
+        """What an expert computes of gate and up. None: activation(gate) * up."""
+        return None
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's logits [T, E] -> experts [T, K] (int64), and their weights [T, K]
+        (float32)."""
+        return route_top_k(logits, self.top_k, normalize=self.normalize)
+
     def forward(self, x: Tensor) -> Tensor:
-        experts, weights = route_top_k(self.gate(x), self.top_k, normalize=self.normalize)
+        experts, weights = self.route(self.gate(x))
         out: Tensor = self.experts(x, experts, weights)
         return out
 

@@ -86,7 +86,11 @@ class FormulaAttention(AttentionBackend):
         hidden = distance.abs() >= (layer.window or len(q) + len(k))
         if layer.attention_type is AttentionType.DECODER:
             hidden |= distance < 0
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if layer.sinks is not None:
+            sinks = layer.sinks.float()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : len(k)].to(v.dtype)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
 
 

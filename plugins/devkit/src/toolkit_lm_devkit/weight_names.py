@@ -15,6 +15,9 @@ from torch import Tensor
 
 from toolkit_lm_devkit.conformance import Conformance
 
+_STACKED = re.compile(r"\.\d+\.\w+$")
+"""The part of an expert's name that a tensor of all experts lacks."""
+
 
 class WeightNames(Conformance):
     """Tests that layers know the checkpoint's names of their weights, and that errors about weights
@@ -30,7 +33,12 @@ class WeightNames(Conformance):
         for name, layer in self.make_model(subject).named_modules():
             # The weight of an embedding may stand for that of a head.
             if isinstance(layer, LinearBase) and layer.spec.kind != "lm_head":
-                unknown = [source for source in layer.spec.sources if source not in modules]
+                sources = layer.spec.sources
+                if layer.spec.kind == "experts":
+                    # A checkpoint may hold all experts in one tensor: "a.experts.gate_up_proj".
+                    stacked = [_STACKED.sub("", source) for source in sources]
+                    sources = tuple(stacked) if set(stacked) <= modules else sources
+                unknown = [source for source in sources if source not in modules]
                 assert not unknown, f"{name}: the checkpoint has no {', '.join(unknown)}"
 
     def test_missing_weights_are_refused_by_name(self, first: Any) -> None:
