@@ -553,6 +553,7 @@ SHAPE_OF_VECTORS = {
     "add_special_tokens",
 }
 SHAPE_OF_VECTORS |= {"encoding_format", "embed_dtype", "endianness", "documents", "chat_template"}
+SHAPE_OF_VECTORS |= {"sparse"}
 """Fields that the routes of pooling models read themselves."""
 
 

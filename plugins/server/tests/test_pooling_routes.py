@@ -22,7 +22,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_pooling_adapters.scoring import cosine, max_sim
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.pooled import packed
+from toolkit_lm_server.pooled import packed, sparse
 
 pytestmark = pytest.mark.anyio
 
@@ -217,6 +217,30 @@ async def test_the_official_client(engine_of):
     )
     cut = expected[1][:8] / np.linalg.norm(expected[1][:8])
     np.testing.assert_allclose(one.data[0].embedding, cut, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_sparse_vectors(engine_of, ask, path):
+    """SPLADE's models give mostly zeros, and their form is that of any vector."""
+    task = {"task": "embed"} if path == "/pooling" else {}
+    expected = await alone(engine_of("embedder"), "one")
+    reply = await ask("embedder", path, input="one", sparse=True, **task)
+    [item] = reply.json()["data"]
+    found = item["data" if path == "/pooling" else "embedding"]
+    assert found["indices"] == list(range(32))
+    np.testing.assert_allclose(found["values"], expected, atol=1e-5)
+
+
+def test_a_sparse_vector_has_what_is_not_zero():
+    found = sparse(np.float32([0, 1.5, 0, -2]))
+    assert found == {"indices": [1, 3], "values": [1.5, -2.0]}
+
+
+@pytest.mark.parametrize("fields", [{"encoding_format": "base64"}, {"task": "token_embed"}])
+async def test_sparse_vectors_where_there_are_none(ask, fields):
+    reply = await ask("embedder", "/pooling", input="a", sparse=True, **{"task": "embed"} | fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "sparse"
 
 
 async def test_inputs_of_all_kinds(engine_of, ask):

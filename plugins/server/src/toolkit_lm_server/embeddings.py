@@ -18,7 +18,15 @@ from toolkit_lm.prompts import Prompt, TokensPrompt
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.pooled import encoded, head, in_bytes, pool, quantized, usage
+from toolkit_lm_server.pooled import (
+    encoded,
+    head,
+    in_bytes,
+    pool,
+    quantized,
+    sparse,
+    usage,
+)
 from toolkit_lm_server.pooling_protocol import (
     AnyPoolingBody,
     ClassifyBody,
@@ -271,4 +279,6 @@ class Embeddings:
 
 def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:
     assert body.encoding_format in ("float", "base64"), "the others are no JSON"
+    if body.sparse:
+        return sparse(output.outputs.data)
     return encoded(output.outputs.data, body.encoding_format, body.embed_dtype, body.endianness)

@@ -101,6 +101,13 @@ def encoded(
     )
 
 
+def sparse(data: np.ndarray | None) -> dict[str, Any]:
+    """A vector's entries that are not 0, by ascending index."""
+    assert data is not None, "`pool` gives results with data"
+    indices = data.nonzero()[0]
+    return {"indices": indices.tolist(), "values": data[indices].tolist()}
+
+
 def in_bytes(
     outputs: Sequence[PoolingRequestOutput], body: EmbeddingBody, start: dict[str, Any]
 ) -> Response:

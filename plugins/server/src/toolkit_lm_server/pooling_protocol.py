@@ -91,6 +91,17 @@ class EmbeddingBody(InputBody):
     """Byte order of numbers in base64 and in bytes. "native" means little-endian."""
     dimensions: int | None = None
     normalize: bool | None = None
+    sparse: bool = False
+    """Vectors come as the indices and values of what is not 0: for models such as SPLADE."""
+
+    def check_input(self) -> None:
+        super().check_input()
+        if self.sparse and self.encoding_format != "float":
+            raise RequestError(
+                f"sparse true gives numbers, and encoding_format is {self.encoding_format!r}: "
+                "leave one of them out.",
+                "sparse",
+            )
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="embed", dimensions=self.dimensions, normalize=self.normalize)
@@ -125,6 +136,10 @@ class AnyPoolingBody(EmbeddingBody):
     returned_token_ids: Items[int] | None = None
 
     def params(self) -> PoolingParams:
+        if self.sparse and self.task != "embed":
+            raise RequestError(
+                f"sparse true is for the task 'embed', and the task is {self.task!r}.", "sparse"
+            )
         return PoolingParams(**{name: getattr(self, name) for name in POOLING_PARAMS})
 
 
