@@ -260,7 +260,7 @@ def test_module_types_of_all_versions(form, tmp_path):
     [
         "sentence_transformers.models.WordWeights",
         "sentence_transformers.base.modules.router.Router",
-        "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling",
+        "sentence_transformers.sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder",
         "sentence_transformers.evil.Pooling",
         "custom_st.Pooling",
         "Pooling",
@@ -425,8 +425,8 @@ def test_transformer_of_new_versions(tmp_path):
     ("transformer", "said"),
     [
         (
-            {"transformer_task": "fill-mask"},
-            "'transformer_task' is 'fill-mask', which is not understood",
+            {"transformer_task": "any-to-any"},
+            "'transformer_task' is 'any-to-any', which is not understood",
         ),
         (
             {"module_output_name": "sentence_embedding"},
@@ -476,8 +476,8 @@ def test_transformer_that_is_not_understood(transformer, said, tmp_path):
             "'similarity_fn_name' is 'jaccard', which is not understood",
         ),
         (
-            {"model_type": "SparseEncoder"},
-            "'model_type' is 'SparseEncoder', which is not understood",
+            {"model_type": "Reranker"},
+            "'model_type' is 'Reranker', which is not understood",
         ),
         ({"prompts": {"query": 3}}, "the prompt 'query' must be text, not 3"),
         (

@@ -33,7 +33,13 @@ MODELS = {
         f"{family}ForMaskedLM": f"{module}:{classes}Model"
         for family, (module, classes) in FAMILIES.items()
     },
-    "BertForPreTraining": "bert:BertModel",
+    # These use the heads where a checkpoint's files ask for it.
+    **{
+        f"{family}ForMaskedLM": f"masked_lm:{classes}ForMaskedLM"
+        for family, (_, classes) in FAMILIES.items()
+        if classes in ("Bert", "DistilBert", "Roberta")
+    },
+    "BertForPreTraining": "masked_lm:BertForMaskedLM",
     "HF_ColBERT": "colbert:HF_ColBERT",
 }
 """Architectures, and the module and class of each."""
@@ -60,7 +66,7 @@ MODEL_TYPES = {
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, target in MODELS.items():
         # Their positions begin after that of padding, which is 1 in all of them.
-        reserved = 2 if target.startswith(("roberta:", "roberta_xl:", "mpnet:")) else 0
+        reserved = 2 if any(name in target for name in ("Roberta", "MPNet")) else 0
         named = [family for family in MODEL_TYPES if architecture.startswith(family)]
         models.add(
             architecture,

@@ -7,6 +7,7 @@ from typing import ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HeadLinear, HFConfig, get_activation
 from toolkit_lm_poolers import (
+    RowPooler,
     classification_pooler,
     embedding_pooler,
     num_labels_of,
@@ -56,8 +57,11 @@ class Embedder(Encoder):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.is_last:
-            # sentence-transformers does this for a checkpoint that does not say how it is pooled.
-            self.pooler = embedding_pooler(vllm_config, default="MEAN")
+            self.pooler = self.make_pooler(vllm_config)
+
+    def make_pooler(self, vllm_config: VllmConfig) -> RowPooler:
+        # sentence-transformers does this for a checkpoint that does not say how it is pooled.
+        return embedding_pooler(vllm_config, default="MEAN")
 
 
 class SequenceClassifier(Encoder):

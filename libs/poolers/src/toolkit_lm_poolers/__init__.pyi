@@ -2,6 +2,8 @@ from .factories import (
     classification_pooler as classification_pooler,
     embedding_pooler as embedding_pooler,
     num_labels_of as num_labels_of,
+    pools_splade as pools_splade,
+    splade_pooler as splade_pooler,
     token_classification_pooler as token_classification_pooler,
 )
 from .heads import (

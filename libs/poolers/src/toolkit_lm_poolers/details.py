@@ -3,7 +3,7 @@ no torch."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec import Struct, convert, field, json
 from toolkit_lm.config import PoolingProfile
@@ -32,6 +32,15 @@ class Pooling(Struct, frozen=True, kw_only=True):
     """Keys of toolkit_lm_poolers.METHODS."""
     include_prompt: bool = True
     """The tokens of a prompt that goes before a text are pooled too."""
+
+
+class Splade(Struct, frozen=True, kw_only=True):
+    """Logits of a masked language model to one weight for each token of the vocabulary (Formal et
+    al. 2021): log(1 + relu(logit)), the most or the sum over a text's tokens."""
+
+    strategy: Literal["max", "sum"] = "max"
+    log_twice: bool = False
+    """log(1 + x) is taken a second time."""
 
 
 class Dense(Struct, frozen=True, kw_only=True, tag="dense"):
@@ -113,6 +122,8 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     roles: dict[str, RoleProfile] = field(default_factory=dict)
     """"query" and "document" of a model that treats them differently; {} for others."""
     pooling: Pooling | None = None
+    splade: Splade | None = None
+    """Pooling in the place of `pooling`, of a masked language model's logits."""
     heads: tuple[Head, ...] = ()
     """Heads applied to the pooled vector, in order."""
     token_heads: tuple[Head, ...] = ()

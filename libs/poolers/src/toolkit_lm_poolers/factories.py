@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ConfigError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from torch import Tensor, nn
 
 from toolkit_lm_poolers.details import (
@@ -19,7 +19,7 @@ from toolkit_lm_poolers.details import (
 )
 from toolkit_lm_poolers.heads import ClassifierHead, EmbeddingHead
 from toolkit_lm_poolers.limits import hidden_size
-from toolkit_lm_poolers.methods import METHODS, Concatenated, PoolingMethod
+from toolkit_lm_poolers.methods import METHODS, Concatenated, PoolingMethod, SpladeWeights
 from toolkit_lm_poolers.modules import ACTIVATIONS, Activation, make_heads
 from toolkit_lm_poolers.options import PoolingKind, check_pooler_options
 from toolkit_lm_poolers.poolers import (
@@ -47,10 +47,15 @@ def embedding_pooler(
     token_embed only, unless the option `pooling_type` says how to pool.
 
     Raises CheckpointError for files that are not understood or do not fit, ConfigError for an
-    option that does not.
+    option that does not, and UnsupportedError for a checkpoint that `splade_pooler` is for.
     """
     check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
     found = _details(vllm_config) or PoolingDetails(folder="")
+    if found.splade is not None:
+        raise UnsupportedError(
+            f"modules.json of {found.folder!r} pools the logits of a masked language model "
+            "(SPLADE), which this model class does not give."
+        )
     ends_normalized = None if found.is_complete else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
     token_layers, token_head = _embedding_head(
@@ -70,6 +75,32 @@ def embedding_pooler(
             SimplePooler({"embed"}, method, head, token_layers if found.token_heads else None)
         )
     return DispatchPooler(poolers)
+
+
+def pools_splade(vllm_config: VllmConfig) -> bool:
+    """Whether the checkpoint asks for `splade_pooler`."""
+    found = _details(vllm_config)
+    return found is not None and found.splade is not None
+
+
+def splade_pooler(vllm_config: VllmConfig, head: Callable[[Tensor], Tensor]) -> RowPooler:
+    """Embeddings with a weight for each token of the vocabulary, most of them 0 (embed): [V].
+
+    `head` gives a masked language model's logits [N, V] of hidden states [N, H]. Raises ConfigError
+    for an option that means nothing here.
+    """
+    check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
+    found = _details(vllm_config)
+    assert found is not None and found.splade is not None, "pools_splade was not asked"
+    if (option := vllm_config.pooler.pooling_type) != "auto":
+        raise ConfigError(
+            f"pooling_type {option!r} does not apply: modules.json of {found.folder!r} pools the "
+            "logits of a masked language model (SPLADE)."
+        )
+    _, made = _embedding_head(
+        vllm_config, found.heads, vllm_config.hf_config["vocab_size"], None, found.truncate_dim
+    )
+    return DispatchPooler([SimplePooler({"embed"}, SpladeWeights(head, found.splade), made)])
 
 
 def classification_pooler(

@@ -4,7 +4,7 @@ several chunks of the prompt."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit_lm_poolers.details import Splade
 from toolkit_lm_poolers.rows import PoolingRow
 
 BLOCK = 2048
 """Tokens that are converted to float32 at a time."""
+_LOGITS_OF = 128
+"""Tokens whose logits over a vocabulary are held at a time."""
 
 
 class Segments:
@@ -212,6 +215,42 @@ class Max(PoolingMethod):
 
     def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
         return torch.maximum(before, now)
+
+
+class SpladeWeights(PoolingMethod):
+    """Weights of the vocabulary's tokens, of the logits that `head` [N, H] -> [N, V] gives. It is
+    for models that compute a prompt whole."""
+
+    name = "SPLADE"
+
+    def __init__(self, head: Callable[[Tensor], Tensor], splade: Splade) -> None:
+        self.head = head
+        self.splade = splade
+
+    def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
+        """[F, V] float32."""
+        return torch.stack(
+            [
+                self._weights(hidden_states[segments.rows[index].pooled_tokens])
+                for index in segments.finished
+            ]
+        )
+
+    def _weights(self, states: Tensor) -> Tensor:
+        """Of one prompt's tokens [T, H], [V]."""
+        total: Tensor | None = None
+        for part in torch.split(states, _LOGITS_OF):
+            weights = self.head(part).float().relu_().log1p_()
+            if self.splade.log_twice:
+                weights = weights.log1p_()
+            if self.splade.strategy == "max":
+                now = weights.amax(0)
+                total = now if total is None else torch.maximum(total, now)
+            else:
+                now = weights.sum(0)
+                total = now if total is None else total + now
+        assert total is not None, "a prompt without tokens was refused before"
+        return total
 
 
 class Concatenated(PoolingMethod):

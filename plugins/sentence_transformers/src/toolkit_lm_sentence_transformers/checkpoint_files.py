@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_poolers.details import Dense, Head, LogitScore, Normalize, Pooling
+from toolkit_lm_poolers.details import Dense, Head, LogitScore, Normalize, Pooling, Splade
 
 from toolkit_lm_sentence_transformers.artifact_metadata import (
     ArtifactMetadata,
@@ -37,7 +37,13 @@ _SIMILARITIES = {
     "dot_product": "dot",
     "MaxSim": "maxsim",
 }
-_MODEL_TYPES = ("SentenceTransformer", "CrossEncoder", "MultiVectorEncoder", "ColBERT")
+_MODEL_TYPES = (
+    "SentenceTransformer",
+    "CrossEncoder",
+    "MultiVectorEncoder",
+    "ColBERT",
+    "SparseEncoder",
+)
 _PYLATE_KEYS = (
     "query_prefix",
     "document_prefix",
@@ -59,6 +65,8 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     transformer: Transformer = field(default_factory=Transformer)
     """The model itself: its longest input, and how input is prepared."""
     pooling: Pooling | None = None
+    splade: Splade | None = None
+    """Pooling of a masked language model's logits, in the place of `pooling`."""
     heads: tuple[Head, ...] = ()
     """Heads applied to the pooled vector, in order."""
     token_heads: tuple[Head, ...] = ()
@@ -153,11 +161,17 @@ def read_sentence_transformers(
         prompts=general.prompts,
         markers=general.markers,
         default_prompt_name=general.default_prompt_name,
-        similarity=general.similarity,
+        similarity=general.similarity or _default_similarity(modules),
         truncate_dim=general.truncate_dim,
         activation=general.activation or activation,
         **_sorted(modules, listing),
     )
+
+
+def _default_similarity(modules: list[Module]) -> str | None:
+    """Similarity of models that do not say. sentence-transformers' default for sparse vectors is
+    the dot product."""
+    return "dot" if any(isinstance(module, Splade) for module in modules) else None
 
 
 class _General(Struct, kw_only=True):
@@ -291,7 +305,7 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
                 f"{str(path)!r}: the first module, and no other, must be a Transformer."
             )
         if isinstance(module, HeadModule):
-            pooled = "pooling" in found
+            pooled = "pooling" in found or "splade" in found
             if pooled != (module.level == "sentence"):
                 where = (
                     f"{module.level} vectors stands {'after' if pooled else 'before'} the "
@@ -304,6 +318,7 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
         names = {
             Transformer: "transformer",
             Pooling: "pooling",
+            Splade: "splade",
             TokenMask: "token_mask",
             LogitScore: "logit_score",
         }
@@ -313,6 +328,11 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
                 f"{str(path)!r} lists more than one {type(module).__name__} module."
             )
         found[name] = module
+    if found["transformer"].gives_logits != ("splade" in found):
+        raise CheckpointError(
+            f"{str(path)!r}: SpladePooling pools the logits of a Transformer whose task is "
+            "'fill-mask', and nothing else does."
+        )
     return found
 
 

@@ -19,6 +19,7 @@ from toolkit_lm_poolers.details import (
     LogitScore,
     Normalize,
     Pooling,
+    Splade,
 )
 
 from toolkit_lm_sentence_transformers.json_file import JsonObject, choose
@@ -53,8 +54,11 @@ _TASKS = {
     "feature-extraction": ("token_embeddings", "last_hidden_state"),
     "sequence-classification": ("scores", "logits"),
     "text-generation": ("causal_logits", "logits"),
+    "fill-mask": ("token_embeddings", "logits"),
 }
 """Output's name in sentence-transformers, and the same output's name in transformers, by task."""
+_TRANSFORMERS = {"Transformer": "feature-extraction", "MLMTransformer": "fill-mask"}
+"""Default task of each class of transformers."""
 _HARMLESS = (
     "torch_dtype",
     "dtype",
@@ -89,6 +93,8 @@ class Transformer(Struct, frozen=True, kw_only=True):
     """Folder of the transformer, relative to the checkpoint's."""
     max_seq_length: int | None = None
     do_lower_case: bool = False
+    gives_logits: bool = False
+    """It is a masked language model whose head is used, for SPLADE."""
     query_length: int | None = None
     document_length: int | None = None
     query_expansion: QueryExpansion | None = None
@@ -113,7 +119,7 @@ class HeadModule(NamedTuple):
     head: Head
 
 
-Module: TypeAlias = Transformer | Pooling | HeadModule | TokenMask | LogitScore
+Module: TypeAlias = Transformer | Pooling | Splade | HeadModule | TokenMask | LogitScore
 
 PUNCTUATION = TokenMask(skiplist_words=list(string.punctuation))
 """Default of PyLate's models: punctuation is left out of documents."""
@@ -141,14 +147,14 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
             f"{str(listing)!r} names a module of type {kind!r}, which is not understood. "
             f"{nearest(kind, _known_types())}"
         )
-    if name == "Transformer":
+    if name in _TRANSFORMERS:
         if path and (listing.parent / path / "config.json").is_file():
             raise CheckpointError(
                 f"{str(listing)!r} has the language model in the folder {path!r}, which is not "
                 "supported: "
                 "move its files beside modules.json."
             )
-        return parse_transformer(listing.parent, path)
+        return parse_transformer(listing.parent, path, _TRANSFORMERS[name])
     return _PARSERS[name](listing.parent / path, default_level)
 
 
@@ -156,16 +162,24 @@ def _class_name(kind: str) -> str | None:
     """The class that a type names: the path of a class, or, in old versions, of the module file of
     the same name."""
     home, _, name = kind.rpartition(".")
-    if name not in ("Transformer", *_PARSERS):
+    if name not in (*_TRANSFORMERS, *_PARSERS):
         return None
-    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=MLM)(?=[A-Z])", "_", name).lower()
     homes = {
         "sentence_transformers",
         "sentence_transformers.models",
         f"sentence_transformers.models.{name}",
         f"pylate.models.{name}",
+        "sentence_transformers.sparse_encoder.models",
+        f"sentence_transformers.sparse_encoder.models.{name}",
     }
-    rooms = ("base", "sentence_transformer", "cross_encoder", "multi_vector_encoder")
+    rooms = (
+        "base",
+        "sentence_transformer",
+        "cross_encoder",
+        "multi_vector_encoder",
+        "sparse_encoder",
+    )
     homes |= {
         f"sentence_transformers.{room}.modules{end}" for room in rooms for end in ("", f".{snake}")
     }
@@ -173,7 +187,7 @@ def _class_name(kind: str) -> str | None:
 
 
 def _known_types() -> list[str]:
-    return [f"sentence_transformers.models.{name}" for name in ("Transformer", *_PARSERS)]
+    return [f"sentence_transformers.models.{name}" for name in (*_TRANSFORMERS, *_PARSERS)]
 
 
 def find_transformer_config(folder: Path) -> Path | None:
@@ -181,20 +195,23 @@ def find_transformer_config(folder: Path) -> Path | None:
     return next((folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()), None)
 
 
-def parse_transformer(root: Path, path: str = "") -> Transformer:
+def parse_transformer(
+    root: Path, path: str = "", default_task: str = "feature-extraction"
+) -> Transformer:
     """Settings in sentence_bert_config.json (or a file with one of its old names). Raises
     CheckpointError."""
     file = find_transformer_config(root / path)
     if file is None:
-        return Transformer(path=path)
+        return Transformer(path=path, gives_logits=default_task == "fill-mask")
     fields = JsonObject.read(file)
     fields.ignore(("unpad_inputs",))
-    _check_output(fields)
+    task = _check_output(fields, default_task)
     longest = _longest_of_arguments(fields)
     transformer = Transformer(
         path=path,
         max_seq_length=positive(fields, "max_seq_length") or longest,
         do_lower_case=fields.get("do_lower_case", bool) or False,
+        gives_logits=task == "fill-mask",
         query_length=positive(fields, "query_length"),
         document_length=positive(fields, "document_length"),
         query_expansion=parse_expansion(fields),
@@ -204,9 +221,9 @@ def parse_transformer(root: Path, path: str = "") -> Transformer:
     return transformer
 
 
-def _check_output(fields: JsonObject) -> None:
-    """The transformer must hand on what this project's models give."""
-    task = fields.get("transformer_task", str) or "feature-extraction"
+def _check_output(fields: JsonObject, default_task: str) -> str:
+    """The transformer's task. It must hand on what this project's models give."""
+    task = fields.get("transformer_task", str) or default_task
     output, part = _TASKS[choose(fields.source, "transformer_task", task, _TASKS)]
     choose(
         fields.source,
@@ -221,6 +238,7 @@ def _check_output(fields: JsonObject) -> None:
         choose(text.source, "method", text.require("method", str), ["forward"])
         choose(text.source, "method_output_name", text.require("method_output_name", str), [part])
         text.finish()
+    return task
 
 
 def _longest_of_arguments(fields: JsonObject) -> int | None:
@@ -295,6 +313,19 @@ def _modes(fields: JsonObject) -> list[str]:
     value = fields.pop("pooling_mode")
     modes = value if isinstance(value, list) else [value]
     return [choose(fields.source, "pooling_mode", mode, MODES) for mode in modes]
+
+
+def _parse_splade(folder: Path, _: Level) -> Splade:
+    fields = JsonObject.read(folder / "config.json")
+    fields.ignore(("embedding_dimension", "word_embedding_dimension", "chunk_size"))
+    strategy = fields.get("pooling_strategy", str) or "max"
+    activation = fields.get("activation_function", str) or "relu"
+    choose(fields.source, "pooling_strategy", strategy, ["max", "sum"])
+    choose(fields.source, "activation_function", activation, ["relu", "log1p_relu"])
+    fields.finish()
+    return Splade(
+        strategy="max" if strategy == "max" else "sum", log_twice=activation == "log1p_relu"
+    )
 
 
 def _parse_dense(folder: Path, default_level: Level) -> HeadModule:
@@ -382,6 +413,7 @@ def _parse_dropout(folder: Path, _: Level) -> None:
 
 _PARSERS: dict[str, Callable[[Path, Level], Module | None]] = {
     "Pooling": _parse_pooling,
+    "SpladePooling": _parse_splade,
     "Dense": _parse_dense,
     "LayerNorm": _parse_layer_norm,
     "Normalize": _parse_normalize,

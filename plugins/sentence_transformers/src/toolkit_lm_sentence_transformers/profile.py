@@ -47,6 +47,7 @@ def read_pooling_profile(
         default_prompt_name=found.default_prompt_name,
         roles=roles,
         pooling=found.pooling,
+        splade=found.splade,
         heads=found.heads,
         token_heads=found.token_heads,
         embedding_size=found.embedding_size,
