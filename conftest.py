@@ -35,6 +35,7 @@ REPOSITORY = {
     "tests/test_clients_page.py",
     "tests/test_commits.py",
     "tests/test_copied_faults.py",
+    "tests/test_coverage.py",
     "tests/test_deploy.py",
     "tests/test_docs.py",
     "tests/test_gpu_kit.py",

@@ -6,6 +6,7 @@ usage: python docs/generate_options.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -105,7 +106,42 @@ def model_tables() -> str:
                 f"\n### {owner.distribution}\n\n| architecture | does | takes |\n| --- | --- | "
                 f"--- |\n{rows}"
             )
-    return made + twice_table() + "\n"
+    return made + coverage_tables() + twice_table() + "\n"
+
+
+def coverage_tables() -> str:
+    """Tables of transformers' classes, from the results of benchmarks/coverage.py."""
+    path = DOCS.parent / "benchmarks" / "coverage.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    by_mapping: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for key, (result, reason) in stored["classes"].items():
+        mapping, model_type, name = key.split("/")
+        found = by_mapping.setdefault(mapping, {}).setdefault(result, [])
+        found.append((f"`{name}`" + (f" ({model_type})" if result == "unbuilt" else ""), reason))
+    kinds = ("native", "fallback", "refused", "differs", "fails", "hangs", "unbuilt")
+    counts = "".join(
+        f"| {mapping} | {' | '.join(str(len(found.get(kind, ()))) for kind in kinds)} |\n"
+        for mapping, found in by_mapping.items()
+    )
+    made = (
+        f"\n### Classes of transformers {stored['transformers']}\n\n"
+        "`benchmarks/coverage.py` makes a tiny random checkpoint of each class and compares the "
+        "engine's results with those of transformers, in float32. A class is named once for each "
+        "`model_type`. Unbuilt are those of which the benchmark can make no tiny checkpoint.\n\n"
+        f"| mapping | {' | '.join(kinds)} |\n|{' --- |' * (len(kinds) + 1)}\n{counts}"
+    )
+    for mapping, found in by_mapping.items():
+        names = sorted({name for name, _ in found.get("fallback", ())})
+        if names:
+            made += f"\n{mapping.capitalize()}, by the fallback: {', '.join(names)}.\n"
+        rows = "".join(
+            f"| {name} | {kind} | {escape(reason)} |\n"
+            for kind in kinds[2:]
+            for name, reason in found.get(kind, ())
+        )
+        if rows:
+            made += f"\n| {mapping} | | reason |\n| --- | --- | --- |\n{rows}"
+    return made
 
 
 def twice_table() -> str:

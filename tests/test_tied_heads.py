@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_causal import ALL, save
+from tiny_models import CAUSAL, save
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError
@@ -92,7 +92,7 @@ def test_a_head_that_differs_is_kept_and_told(model_type, model_impl, tmp_path, 
     assert found == theirs(model)
     [message] = [text for text in caplog.messages if "which differ: they are not tied" in text]
     assert "`tie_word_embeddings: false` in config.json silences this" in message
-    assert ALL[model_type]
+    assert CAUSAL[model_type]
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])

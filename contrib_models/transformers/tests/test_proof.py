@@ -13,7 +13,7 @@ import toolkit_lm_transformers.examine as examination
 import toolkit_lm_transformers.model as fallback
 import torch
 from fallback_harness import check_parity, generate, reference_logprobs
-from tiny_causal import save
+from tiny_models import save
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ToolkitError, UnsupportedError
 from toolkit_lm_devkit import assert_bf16_error

@@ -13,6 +13,7 @@ from toolkit_lm.plugin import PluginWarning
 from toolkit_lm_cli.app import run
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_transformers.attention import attend, calls_of
+from toolkit_lm_transformers.examine import examine
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
 SHAPE = {
@@ -36,6 +37,36 @@ def refusal(hf_config, **options):
 
 def llama(**changes):
     return config_of("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA), **changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "reason"),
+    [
+        (
+            "BertLMHeadModel",
+            transformers.BertConfig(**SHAPE),
+            r"not causal \(bert\.encoder\.layer\.0\.attention\.self\)",
+        ),
+        (
+            "BertModel",
+            transformers.BertConfig(**SHAPE),
+            "BertModel of transformers is not a causal language model",
+        ),
+        ("T5ForConditionalGeneration", transformers.T5Config(), "is not a causal language model"),
+        (
+            "MistralForCausalLM",
+            transformers.LlamaConfig(**LLAMA),
+            "model_type 'llama' does not belong to MistralForCausalLM",
+        ),
+        (
+            "NoSuchForCausalLM",
+            transformers.LlamaConfig(**LLAMA),
+            r"transformers \d.* has no class NoSuchForCausalLM",
+        ),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused(architecture, config, reason):
+    assert re.search(reason, refusal(config_of(architecture, config)))
 
 
 @pytest.mark.parametrize(
@@ -72,31 +103,15 @@ def llama(**changes):
             transformers.DeepseekV3Config(**MOE),
             "queries, keys and values differ in size: 192, 192 and 128",
         ),
-        (
-            "BertLMHeadModel",
-            transformers.BertConfig(**SHAPE),
-            r"not causal \(bert\.encoder\.layer\.0\.attention\.self\)",
-        ),
-        (
-            "BertModel",
-            transformers.BertConfig(**SHAPE),
-            "BertModel of transformers is not a causal language model",
-        ),
-        ("T5ForConditionalGeneration", transformers.T5Config(), "is not a causal language model"),
-        (
-            "MistralForCausalLM",
-            transformers.LlamaConfig(**LLAMA),
-            "model_type 'llama' does not belong to MistralForCausalLM",
-        ),
-        (
-            "NoSuchForCausalLM",
-            transformers.LlamaConfig(**LLAMA),
-            r"transformers \d.* has no class NoSuchForCausalLM",
-        ),
     ],
 )
-def test_a_model_that_cannot_run_is_refused(architecture, config, reason):
-    assert re.search(reason, refusal(config_of(architecture, config)))
+def test_a_model_that_attends_by_its_own_code_is_not_refused(architecture, config, reason):
+    hf_config = config_of(architecture, config)
+    assert refusal(hf_config) is None
+    examined = examine(VllmConfig.default(hf_config))
+    assert not examined.calls
+    assert examined.layout is not None
+    assert re.search(reason, examined.reason)
 
 
 @pytest.mark.parametrize(
@@ -164,18 +179,16 @@ def write(folder, hf_config):
 
 
 def test_the_error_names_both_the_nearest_class_and_the_reason(tmp_path):
-    model = write(
-        tmp_path, config_of("MambaForCausalLM", transformers.MambaConfig(num_hidden_layers=1))
-    )
+    model = write(tmp_path, config_of("BertLMHeadModel", transformers.BertConfig(**SHAPE)))
     with pytest.raises(
         CheckpointError,
-        match=r"has the architecture 'MambaForCausalLM'.*'transformers' cannot run it: it has "
-        r"layers of type",
+        match=r"has the architecture 'BertLMHeadModel'.*'transformers' cannot run it: its "
+        r"attention is not causal",
     ):
         explain(VllmConfig.make(model=model, max_model_len=64))
     with pytest.raises(
         UnsupportedError,
-        match=r"'transformers' cannot run 'MambaForCausalLM' of .*: it has layers of type",
+        match=r"'transformers' cannot run 'BertLMHeadModel' of .*: its attention is not causal",
     ):
         explain(VllmConfig.make(model=model, max_model_len=64, model_impl="transformers"))
 

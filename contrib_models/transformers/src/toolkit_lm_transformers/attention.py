@@ -19,6 +19,7 @@ EXAMINED = "toolkit_lm_examined"
 (`describe_mask`), not applied."""
 LAYER = "toolkit_lm_paged_attention"
 """The attribute of an attention module that holds the Attention layer it calls."""
+NOT_CAUSAL = "its attention is not causal"
 _CALLS = "toolkit_lm_calls"
 _WINDOW = "toolkit_lm_window"
 """The attribute of a mask that holds its window: 0 where it is causal and no more."""
@@ -131,7 +132,7 @@ def _refusal(
 ) -> str | None:
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        return "its attention is not causal"
+        return NOT_CAUSAL
     if attention_mask is not None:
         masked: int | None = getattr(attention_mask, _WINDOW, None)
         if masked is None:

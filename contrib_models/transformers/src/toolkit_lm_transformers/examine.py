@@ -11,11 +11,13 @@ import torch
 import transformers
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.model import torch_dtype
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit_lm_transformers.attention import EXAMINED, NAME, ModuleCall, calls_of
+from toolkit_lm_transformers.attention import EXAMINED, NAME, NOT_CAUSAL, ModuleCall, calls_of
 from toolkit_lm_transformers.deadline import deadline
-from toolkit_lm_transformers.head import without_decoder
+from toolkit_lm_transformers.head import decoder_of, without_decoder
+from toolkit_lm_transformers.layout import CacheLayout, find_layout, recomputing
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "dense", "sparse")
 _GROWING_ROPES = ("dynamic", "longrope")
@@ -23,13 +25,21 @@ _SHAPES_SECONDS = 60.0
 """Longest time of a pass over shapes. It usually takes a hundredth of a second per layer."""
 
 
+class _OwnAttentionError(UnsupportedError):
+    """Why a model cannot run on paged attention. Its own code may run it, sequence by sequence."""
+
+
 class Examined(NamedTuple):
     """Facts about a model that can run here."""
 
     calls: dict[str, ModuleCall]
-    """Attention calls of the model, by module."""
+    """Attention calls of the model, by module. Empty: it attends by its own code."""
     first_position: int
     """The position of a sequence's first token: 0, or as RoBERTa has it the one after padding's."""
+    layout: CacheLayout | None = None
+    """What its own cache holds, where it attends by its own code."""
+    reason: str = ""
+    """Why it attends by its own code."""
 
 
 def read_config(vllm_config: VllmConfig) -> Any:
@@ -39,19 +49,19 @@ def read_config(vllm_config: VllmConfig) -> Any:
     name = values["architectures"][0]
     model_type = values.get("model_type")
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
+        of_class = getattr(transformers, name).config_class.model_type
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name and model_type != of_class:
             raise UnsupportedError(
                 f"config.json's model_type {model_type!r} does not belong to {name}"
             )
-        if not getattr(transformers, name)._can_set_attn_implementation():
-            raise UnsupportedError(
-                "its attention does not go through transformers' attention interface"
-            )
         # A class of transformers goes before code of the checkpoint, trusted or not.
         own = {key: value for key, value in values.items() if key != "auto_map"}
-        return _understood(
-            lambda: transformers.CONFIG_MAPPING[model_type].from_dict(own), "read its config.json"
-        )
+
+        def made() -> Any:
+            config_class = transformers.CONFIG_MAPPING[model_type]
+            return config_class.from_dict(config_class._decode_special_floats(own))
+
+        return _understood(made, "read its config.json")
     if hasattr(transformers, name):
         raise UnsupportedError(f"{name} of transformers is not a causal language model")
     if "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
@@ -73,12 +83,19 @@ def read_config(vllm_config: VllmConfig) -> Any:
     return _understood(read, "read its config.json")
 
 
-def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str = NAME) -> Any:
-    """A model of transformers on the default device, in eval mode, whose attention is ours. Its
-    parameters hold anything."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-    )
+def build(
+    config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None = NAME
+) -> Any:
+    """A model of transformers on the default device, in eval mode, whose attention is ours (None:
+    transformers' own). Its parameters hold anything."""
+    options = {"dtype": dtype, "attn_implementation": attention}
+    name = (config.architectures or [""])[0]
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not hasattr(config, "auto_map"):
+        model = getattr(transformers, name)._from_config(config, **options)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
     return model.eval()
 
 
@@ -86,8 +103,22 @@ def examine(vllm_config: VllmConfig) -> Examined:
     """Examines the checkpoint's model. Raises UnsupportedError, with the reason, if it cannot run
     here."""
     config = read_config(vllm_config)
-    trust = vllm_config.model.trust_remote_code
     _check_config(config, vllm_config)
+    try:
+        return _on_paged_attention(config, vllm_config)
+    except _OwnAttentionError as error:
+        refusal = str(error)
+    return Examined({}, 0, _layout(config, vllm_config, refusal), refusal)
+
+
+def _on_paged_attention(config: Any, vllm_config: VllmConfig) -> Examined:
+    trust = vllm_config.model.trust_remote_code
+    model_class = getattr(transformers, vllm_config.hf_config["architectures"][0], None)
+    if model_class is not None and not model_class._can_set_attn_implementation():
+        raise _OwnAttentionError(
+            "its attention does not go through transformers' attention interface"
+        )
+    _check_layer_types(config)
     with torch.device("meta"):
         # In bfloat16, as the products of grouped experts have no other shapes to compute.
         model = _understood(
@@ -99,6 +130,41 @@ def examine(vllm_config: VllmConfig) -> Examined:
     _check_layers(config.get_text_config(), list(calls.values()))
     _understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
     return Examined(calls, first_position(model))
+
+
+def _layout(config: Any, vllm_config: VllmConfig, refusal: str) -> CacheLayout:
+    """What a decoder that attends by its own code keeps of a sequence. Raises UnsupportedError,
+    which begins with `refusal`."""
+    trust = vllm_config.model.trust_remote_code
+    dtype = torch_dtype(vllm_config.model.dtype)
+    try:
+        with torch.device("meta"):
+            model = _understood(
+                lambda: build(config, torch.bfloat16, trust, None), "make the model"
+            )
+        whole = not _has_apart_head(model)
+        try:
+            return _understood(  # type: ignore[no-any-return]
+                lambda: find_layout(model, dtype, whole), "run the model on shapes alone"
+            )
+        except UnsupportedError:
+            return recomputing(model, whole)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{refusal}; and by its own attention: {error}") from error
+
+
+def _has_apart_head(model: Any) -> bool:
+    """Whether logits can be computed of hidden states alone."""
+    head = model.get_output_embeddings()
+    if decoder_of(model) is None or head is None:
+        return False
+    size = head.weight.shape[1]
+    hidden_states = torch.empty(1, 2, size, dtype=torch.bfloat16, device="meta")
+    try:
+        _understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
+    except UnsupportedError:
+        return False
+    return True
 
 
 def first_position(model: Any) -> int:
@@ -119,7 +185,7 @@ def _understood(action: Any, step: str) -> Any:
     except UnsupportedError:
         raise
     except Exception as error:
-        raise UnsupportedError(
+        raise _OwnAttentionError(
             f"transformers cannot {step}: {type(error).__name__}: {error}"
         ) from error
 
@@ -133,10 +199,6 @@ def _check_config(config: Any, vllm_config: VllmConfig) -> None:
         raise UnsupportedError("it is an encoder-decoder model")
     if getattr(config, "quantization_config", None):
         raise UnsupportedError("its weights are quantized")
-    if kinds := sorted(
-        {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(_LAYER_TYPES)
-    ):
-        raise UnsupportedError(f"it has layers of type {', '.join(kinds)}")
     if ropes := sorted(
         set(_rope_types(getattr(text, "rope_parameters", None))) & set(_GROWING_ROPES)
     ):
@@ -144,6 +206,12 @@ def _check_config(config: Any, vllm_config: VllmConfig) -> None:
             f"its rotary angles ({ropes[0]}) depend on the longest sequence of the batch, which "
             "cached keys cannot follow"
         )
+
+
+def _check_layer_types(config: Any) -> None:
+    named = getattr(config.get_text_config(), "layer_types", None) or ()
+    if kinds := sorted({str(kind) for kind in named} - set(_LAYER_TYPES)):
+        raise _OwnAttentionError(f"it has layers of type {', '.join(kinds)}")
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -157,11 +225,11 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 def _check_model(model: Any) -> None:
     if model._is_stateful:
-        raise UnsupportedError("it keeps a recurrent state beside the KV cache")
+        raise _OwnAttentionError("it keeps a recurrent state beside the KV cache")
     if model.base_model is model:
-        raise UnsupportedError("its decoder cannot be told from its head")
+        raise _OwnAttentionError("its decoder cannot be told from its head")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise UnsupportedError(
+        raise _OwnAttentionError(
             "it takes no position_ids: it derives positions from a batch that is not flat"
         )
 
@@ -189,13 +257,13 @@ def _check_layers(config: Any, calls: list[ModuleCall]) -> None:
     num_layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if len(calls) != num_layers:
-        raise UnsupportedError(
+        raise _OwnAttentionError(
             f"{len(calls)} of its {num_layers} layers attend through transformers' attention "
             "interface"
         )
     num_windows = sum(call.window is not None for call in calls)
     if kinds is not None and num_windows != kinds.count("sliding_attention"):
-        raise UnsupportedError(
+        raise _OwnAttentionError(
             f"{kinds.count('sliding_attention')} of its layers have sliding windows, and "
             f"{num_windows} hand them on"
         )
@@ -205,8 +273,10 @@ def _attention_calls(model: Any) -> Iterator[tuple[str, ModuleCall]]:
     for name, module in model.named_modules():
         calls = calls_of(module)
         if len(calls) > 1:
-            raise UnsupportedError(f"it runs {name} {len(calls)} times in a forward pass")
+            raise _OwnAttentionError(f"it runs {name} {len(calls)} times in a forward pass")
         for call in calls:
-            if call.refusal:
+            if call.refusal == NOT_CAUSAL:
                 raise UnsupportedError(f"{call.refusal} ({name})")
+            if call.refusal:
+                raise _OwnAttentionError(f"{call.refusal} ({name})")
             yield name, call

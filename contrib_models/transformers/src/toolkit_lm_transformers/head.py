@@ -14,9 +14,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
     """Return value of decoders of all families."""
 
-    router_logits: tuple[Tensor, ...] | None = None
-    image_hidden_states: Tensor | None = None
-    audio_hidden_states: Tensor | None = None
+    def __getattr__(self, name: str) -> None:
+        """What else decoders return, and heads hand on: nothing. Raises AttributeError for names of
+        Python's own."""
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Given(nn.Module):
@@ -31,9 +33,21 @@ class _Given(nn.Module):
         return _HiddenStates(last_hidden_state=inputs_embeds)
 
 
+def decoder_of(model: Any) -> tuple[str, Any] | None:
+    """Name of a model's decoder among its modules, and the decoder. None: it cannot be told from
+    the head."""
+    for name in (model.base_model_prefix, "model"):
+        decoder = model._modules.get(name)
+        if decoder is not None:
+            return name, decoder
+    return None
+
+
 def without_decoder(model: Any) -> Any:
     """`model` from its hidden states on: the head, and whatever its family does to logits. It
     shares the parameters."""
+    found = decoder_of(model)
+    assert found is not None, "it has no decoder"
     head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _Given()}
+    head._modules = {**model._modules, found[0]: _Given()}
     return head

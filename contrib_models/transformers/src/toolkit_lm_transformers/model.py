@@ -20,7 +20,8 @@ from toolkit_lm_transformers.conversion import Conversion
 from toolkit_lm_transformers.deadline import deadline
 from toolkit_lm_transformers.exact import Exact
 from toolkit_lm_transformers.examine import build, examine, read_config
-from toolkit_lm_transformers.head import without_decoder
+from toolkit_lm_transformers.head import decoder_of, without_decoder
+from toolkit_lm_transformers.sequences import Decoder
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
 _SECONDS = 300.0
@@ -37,14 +38,17 @@ class TransformersForCausalLM(FallbackModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        calls, self.first_position = examine(vllm_config)
+        examined = examine(vllm_config)
+        self.first_position = examined.first_position
+        config = read_config(vllm_config)
         with deadline(_SECONDS, "make the model"), Uninitialized():
             model = build(
-                read_config(vllm_config),
+                config,
                 torch_dtype(vllm_config.model.dtype),
                 vllm_config.model.trust_remote_code,
+                NAME if examined.layout is None else None,
             )
-        for name, call in calls.items():
+        for name, call in examined.calls.items():
             layer = Attention(
                 call.num_heads,
                 call.head_size,
@@ -57,11 +61,29 @@ class TransformersForCausalLM(FallbackModel):
             )
             setattr(model.get_submodule(name), LAYER, layer)
         self._adopt(model)
-        self.decoder_name: str = model.base_model_prefix
-        self._decode: Callable[..., Any] = model.base_model.__call__
-        self._embed: Callable[..., Any] = model.get_input_embeddings().__call__
-        self._project: Callable[..., Any] = without_decoder(model).__call__
+        layout = examined.layout
+        is_whole = layout is not None and layout.whole
+        if is_whole and vllm_config.model.runner == "pooling":
+            raise UnsupportedError(
+                f"{type(model).__name__} has no hidden states: its decoder cannot be told from its "
+                "head."
+            )
         self._whole: Callable[..., Any] = model.__call__
+        self._decode: Callable[..., Any] = self._whole
+        self._project: Callable[..., Any] | None = None
+        if not is_whole:
+            found = decoder_of(model)
+            assert found is not None, "it was told from its head"
+            self.decoder_name, decoder = found
+            self._decode = decoder.__call__
+            self._project = without_decoder(model).__call__
+        self.past_key_values: Decoder | None = None
+        if layout is not None:
+            self.past_key_values = Decoder(
+                layout, model.config, vllm_config=vllm_config, prefix=prefix
+            )
+            self.past_key_values.decode = self._decode
+        self._embed: Callable[..., Any] = model.get_input_embeddings().__call__
         self._attend_by: Callable[[str], None] = model.set_attn_implementation
         self._mix_by: Callable[[str], None] = model.set_experts_implementation
         self._mixes_by: str = model.config._experts_implementation
@@ -103,6 +125,10 @@ class TransformersForCausalLM(FallbackModel):
         inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor:
+        if self.past_key_values is not None:
+            assert inputs_embeds is None, "its decoder takes tokens"
+            by_itself: Tensor = self.past_key_values(input_ids, next(self.parameters()))
+            return by_itself
         # For transformers the flat batch is one sequence; only attention, which is ours, knows
         # better.
         inputs = (
@@ -118,6 +144,8 @@ class TransformersForCausalLM(FallbackModel):
         return hidden_states[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        if self._project is None:
+            return hidden_states
         logits: Tensor = self._project(inputs_embeds=hidden_states[None], use_cache=False).logits
         return logits[0]
 
@@ -148,6 +176,9 @@ class TransformersForCausalLM(FallbackModel):
 
     @contextmanager
     def _attention_of_transformers(self) -> Iterator[None]:
+        if self.past_key_values is not None:
+            yield
+            return
         self._attend_by("eager")
         try:
             yield

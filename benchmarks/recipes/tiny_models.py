@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of every causal language model class that the installed transformers can
-build."""
+"""Recipes of tiny random checkpoints: the sizes by which a config of any class of transformers
+becomes small, and what a `model_type` needs beside them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from toolkit_lm_devkit import randomize
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
 
 VOCAB_SIZE = 150
-MOST_PARAMETERS = 5_000_000
+MOST_PARAMETERS = 10_000_000
 SIZES = (
     dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "embed_dim", "dim_model", "embedding_size"), 32
@@ -40,7 +42,7 @@ SIZES = (
     | dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length"), 128)
     | dict.fromkeys(("sliding_window", "attention_window", "window_size"), 12)
-    | {"vocab_size": VOCAB_SIZE, "word_embed_proj_dim": 32, "is_decoder": True}
+    | {"vocab_size": VOCAB_SIZE, "word_embed_proj_dim": 32}
     | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 )
 """Names of sizes in configs, and their values, if the class has them."""
@@ -77,32 +79,17 @@ WHISPER = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-
-def tiny_config(model_type: str, **changes: Any) -> Any:
-    """A config of a few thousand parameters. Raises what its class raises where it cannot be."""
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    parts = {
-        name: getattr(part, "config_class", part) for name, part in config_class.sub_configs.items()
-    }
-    parts = {
-        name: _sizes(part) for name, part in parts.items() if part is not transformers.AutoConfig
-    }
-    own = {**_sizes(config_class), **OTHERS.get(model_type, {}), **changes}
-    return config_class(
-        **{**own, **{name: {**part, **own.get(name, {})} for name, part in parts.items()}}
-    )
-
-
-def _sizes(config_class: Any) -> dict[str, Any]:
-    known = {
-        *getattr(config_class, "__dataclass_fields__", ()),
-        *(config_class.attribute_map or {}),
-    }
-    own = {name: size for name, size in SIZES.items() if name in known}
-    return {**own, **OTHERS.get(config_class.model_type, {})}
-
+MLA = {"num_key_value_heads": 4}
+"""Latent attention expands keys for each head."""
 
 OTHERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), MLA),
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, **MLA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         **dict.fromkeys(
@@ -110,7 +97,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ),
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots3_note_text": {"num_key_value_heads": 4, "q_lora_rank": 8, "index_topk": 8},
     "dots3_note_vision": {
         "pyramid_num_routed": [-1, 4, 4, 4],
@@ -123,7 +110,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "fuyu": {"text_config": {"model_type": "persimmon", **PLAIN}},
-    "gemma3": {"vision_config": TOWER},
+    "gemma3": {
+        "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
+        "mm_tokens_per_image": 4,
+    },
     "gemma3n_text": {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 8,
@@ -151,39 +141,80 @@ OTHERS: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 2},
     "zamba": {"layer_types": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Other fields by model_type."""
 
 
-NOT_BUILT = {
-    "dots3_note": "per_layer_config",
-    "gemma3n": "timm",
-    "gemma4_assistant": "hidden_size_per_layer_input must be 0",
-    "gemma4_unified_assistant": "set of layer types producing a cache",
-    "musicgen": "MusicgenConfig",
-    "musicgen_melody": "MusicgenMelodyConfig",
-}
-"""Errors of transformers by model_type, for types without a tiny model."""
+def tiny_config(model_type: str, *, decodes: bool = False, **changes: Any) -> Any:
+    """A config of a few thousand parameters. `decodes`: of a causal language model.
+
+    Raises what its class raises where it cannot be.
+    """
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    parts = {
+        name: getattr(part, "config_class", part) for name, part in config_class.sub_configs.items()
+    }
+    parts = {
+        name: _sizes(part, decodes)
+        for name, part in parts.items()
+        if part is not transformers.AutoConfig
+    }
+    own = {**_sizes(config_class, decodes), **changes}
+    return config_class(
+        **{**own, **{name: {**part, **own.get(name, {})} for name, part in parts.items()}}
+    )
 
 
-def save(model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Writes a checkpoint of random weights; returns the model of transformers."""
+def _sizes(config_class: Any, decodes: bool) -> dict[str, Any]:
+    known = {
+        *getattr(config_class, "__dataclass_fields__", ()),
+        *(config_class.attribute_map or {}),
+    }
+    own = {name: size for name, size in SIZES.items() if name in known}
+    if decodes and "is_decoder" in known:
+        own["is_decoder"] = True
+    return {**own, **OTHERS.get(config_class.model_type, {})}
+
+
+def build(model_type: str, architecture: str, **changes: Any) -> Any:
+    """A model of random weights, in float32. Raises what transformers raises where it cannot be
+    built, and ValueError where it is not tiny."""
+    model_class = getattr(transformers, architecture)
     config = tiny_config(model_type, **changes)
+    if type(config) is not model_class.config_class:
+        # Mappings of text models name the types of their pictures' models, too.
+        config = config.get_text_config()
     with torch.device("meta"):
-        num_parameters = sum(
-            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
-        )
-    assert num_parameters < MOST_PARAMETERS, f"{num_parameters} parameters"
+        num_parameters = sum(p.numel() for p in model_class(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"its recipe gives it {num_parameters} parameters")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = model_class(config)
     randomize(model)
-    model.to(dtype).eval().save_pretrained(folder)
+    return model.eval()
+
+
+def save(
+    model_type: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    architecture: str | None = None,
+    **changes: Any,
+) -> Any:
+    """Writes a checkpoint of random weights; returns the model of transformers. By default it is
+    the causal language model of the type."""
+    if architecture is None:
+        architecture = CAUSAL[model_type]
+        changes = {"decodes": True, **changes}
+    model = build(model_type, architecture, **changes).to(dtype)
+    model.save_pretrained(folder)
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
         str(folder / "tokenizer.json")
     )
     return model
-
-
-ALL = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

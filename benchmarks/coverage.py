@@ -1,0 +1,442 @@
+"""Counts the classes of transformers that toolkit-lm runs: a tiny random checkpoint of each, and
+the engine's results against those of transformers, in float32.
+
+usage: python benchmarks/coverage.py [--mappings causal ...] [--classes NAME ...] [--jobs 1]
+       [--write | --check]
+
+Each class has a process of its own, with 120 seconds of CPU time. `--write` replaces the results of
+the classes that ran in benchmarks/coverage.json, of which docs/generate_options.py writes
+docs/models.md. `--check` fails where a class is worse than its committed result. Results:
+
+native    equal, by a class of this repository
+fallback  equal, by the class of transformers
+refused   refused when it is loaded, with a reason
+differs   other tokens or vectors than those of transformers
+fails     an error that is no refusal
+hangs     120 seconds of CPU time did not do
+unbuilt   the recipes make no model of it, or transformers alone cannot run it
+
+A generating class is compared by log probabilities along the engine's tokens, of prompts in chunks;
+a pooling one by all hidden states, or by logits.
+"""
+
+from __future__ import annotations
+
+import os
+
+# A process is forked for each class: threads do not survive that.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from recipes import tiny_models as recipes
+from toolkit_lm import LLM, PoolingParams, SamplingParams
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
+from toolkit_lm_devkit.generation import logprobs_of
+from transformers.models.auto import modeling_auto as auto
+
+RESULTS = Path(__file__).with_name("coverage.json")
+CPU_SECONDS = 120
+EQUAL = ("native", "fallback")
+MAPPINGS = {
+    "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "embedding": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "CTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "encoder-decoder": {"decoder_start_token_id": 3},
+    "classification": {"num_labels": 3},
+}
+"""Fields of config.json, by mapping."""
+LENGTHS = (5, 17, 33, 3, 1)
+MAX_TOKENS = 8
+OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "renderer": "tokens",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+}
+STEPS: Mapping[str, Any] = {"max_num_batched_tokens": 12, "block_size": 4, "num_kv_blocks": 200}
+"""Options of engines that generate: prompts come in chunks."""
+TOLERANCE = 1e-4
+"""Most difference of a hidden state, as a share of the largest one where that is above 1."""
+
+
+class Case(NamedTuple):
+    """A class of transformers, by the mapping that names it."""
+
+    mapping: str
+    model_type: str
+    architecture: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.mapping}/{self.model_type}/{self.architecture}"
+
+
+class Outcome(NamedTuple):
+    """One of the results above, and the reason for it."""
+
+    result: str
+    reason: str = ""
+
+
+def cases(mappings: Iterable[str] = MAPPINGS, only: Sequence[str] = ()) -> list[Case]:
+    """All classes of these mappings, or those whose name, `model_type` or key is in `only`."""
+    found = [
+        Case(mapping, model_type, name)
+        for mapping in mappings
+        for model_type, names in MAPPINGS[mapping].items()
+        for name in ([names] if isinstance(names, str) else names)
+    ]
+    return [case for case in found if not only or {*case[1:], case.key} & set(only)]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(3, recipes.VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in LENGTHS
+    ]
+
+
+def check(case: Case, folder: Path) -> Outcome:
+    """Builds the checkpoint, runs it both ways and compares. For a process of its own."""
+    try:
+        model = recipes.save(
+            case.model_type,
+            folder,
+            architecture=case.architecture,
+            decodes=case.mapping == "causal",
+            **CHANGES.get(case.mapping, {}),
+        )
+        run = RUNS[case.mapping]
+        run.plain(model)
+    except Exception as error:
+        return Outcome("unbuilt", brief(error))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            ours = run.engine(folder)
+        except ToolkitError as error:
+            return Outcome("refused", reason_of(error))
+    by_fallback = any("the fallback " in str(warning.message) for warning in said)
+    try:
+        run.compare(model, ours)
+    except AssertionError as error:
+        return Outcome("differs", brief(error))
+    return Outcome("fallback" if by_fallback else "native")
+
+
+class Generation:
+    """Classes that continue prompts."""
+
+    def plain(self, model: Any) -> None:
+        """Raises what transformers raises where it cannot run it."""
+        self.logits(model, 1, [5, 6, 7])
+
+    @torch.inference_mode()
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        """[T, V] of the prompt `index` and what follows it, by transformers alone."""
+        found: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return found
+
+    def request(self, prompt: list[int]) -> Any:
+        return {"prompt_token_ids": prompt}
+
+    def engine(self, folder: Path) -> list[Any]:
+        params = SamplingParams(
+            temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=recipes.VOCAB_SIZE
+        )
+        with LLM(str(folder), max_logprobs=recipes.VOCAB_SIZE, **OPTIONS, **STEPS) as llm:
+            outputs = llm.generate(
+                [self.request(prompt) for prompt in prompts()], params, use_tqdm=False
+            )
+        return [output.outputs[0] for output in outputs]
+
+    def compare(self, model: Any, ours: list[Any]) -> None:
+        for index, (prompt, completion) in enumerate(zip(prompts(), ours, strict=True)):
+            tokens = list(completion.token_ids)
+            start = self.start(model, prompt)
+            logits = self.logits(model, index, start + tokens)
+            reference = torch.log_softmax(logits[len(start) - 1 : -1], dim=-1)
+            assert_same_logits(logprobs_of(completion, recipes.VOCAB_SIZE), reference)
+            assert_same_tokens(tokens, reference)
+
+    def start(self, model: Any, prompt: list[int]) -> list[int]:
+        """The decoder's tokens before its first output."""
+        return prompt
+
+
+class EncoderDecoder(Generation):
+    """Classes whose encoder reads the prompt."""
+
+    @torch.inference_mode()
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(
+            input_ids=torch.tensor([prompts()[index]]),
+            decoder_input_ids=torch.tensor([tokens]),
+            use_cache=False,
+        ).logits
+        return found[0].float()
+
+    def request(self, prompt: list[int]) -> Any:
+        return {
+            "encoder_prompt": {"prompt_token_ids": prompt},
+            "decoder_prompt": {"prompt_token_ids": [3]},
+        }
+
+    def start(self, model: Any, prompt: list[int]) -> list[int]:
+        return [3]
+
+
+class Pooling:
+    """Classes that give hidden states or logits of a prompt."""
+
+    params = PoolingParams(task="token_embed", normalize=False)
+
+    def plain(self, model: Any) -> None:
+        self.vectors(model, [5, 6, 7])
+
+    @torch.inference_mode()
+    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        """[T, H], or [labels], of a prompt by transformers alone."""
+        found: torch.Tensor = model.base_model(torch.tensor([tokens]))[0]
+        return found[0].float()
+
+    def engine(self, folder: Path) -> list[torch.Tensor]:
+        with LLM(str(folder), **OPTIONS) as llm:
+            outputs = llm.encode(
+                [{"prompt_token_ids": prompt} for prompt in prompts()], self.params, use_tqdm=False
+            )
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+        return [torch.tensor(output.outputs.data) for output in outputs]
+
+    def compare(self, model: Any, ours: list[torch.Tensor]) -> None:
+        for prompt, found in zip(prompts(), ours, strict=True):
+            reference = self.vectors(model, prompt)
+            assert found.shape == reference.shape, (
+                f"shape {list(found.shape)}, not {list(reference.shape)}"
+            )
+            difference = (found - reference).abs().max().item()
+            allowed = TOLERANCE * max(1.0, reference.abs().max().item())
+            assert difference <= allowed, f"vectors differ by {difference:.3g}"
+
+
+class Classification(Pooling):
+    """Classes with a classifier of sequences."""
+
+    params = PoolingParams(task="classify", use_activation=False)
+
+    @torch.inference_mode()
+    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([tokens])).logits
+        return found[0].float()
+
+
+RUNS = {
+    "causal": Generation(),
+    "image-text": Generation(),
+    "encoder-decoder": EncoderDecoder(),
+    "masked": Pooling(),
+    "embedding": Pooling(),
+    "classification": Classification(),
+    "speech": Generation(),
+    "CTC": Generation(),
+}
+
+
+def brief(error: BaseException) -> str:
+    """One line of an error."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"'/[^']*'", "...", text)
+    return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
+
+
+def reason_of(error: ToolkitError) -> str:
+    """Why the engine, or its fallback, refuses a checkpoint."""
+    text = " ".join(str(error).split())
+    if found := re.search(r"The fallback 'transformers' cannot run it: (.*?)\. [A-Z`]", text):
+        text = found[1]
+    return re.sub(r"'/[^']*'", "...", text)[:160]
+
+
+def _child(case: Case, sender: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            outcome = check(case, Path(name))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        outcome = Outcome("fails", f"{brief(error)} ({Path(place.filename).name}:{place.lineno})")
+    sender.send(outcome)
+
+
+def run(case: Case) -> Outcome:
+    """The outcome of a class, in a process of its own."""
+    forked = multiprocessing.get_context("fork")
+    receiver, sender = forked.Pipe(duplex=False)
+    process = forked.Process(target=_child, args=(case, sender))
+    process.start()
+    sender.close()
+    try:
+        outcome: Outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        hung = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        outcome = Outcome("hangs") if hung else Outcome("fails", f"exit code {process.exitcode}")
+    process.join()
+    return outcome
+
+
+def import_ahead() -> None:
+    """Imports here what a class imports, so that no process does it again."""
+    forked = multiprocessing.get_context("fork")
+    receiver, sender = forked.Pipe(duplex=False)
+    process = forked.Process(target=_scout, args=(sender,))
+    process.start()
+    for name in receiver.recv():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    process.join()
+
+
+def _scout(sender: Any) -> None:
+    """Tells which modules two classes need."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with tempfile.TemporaryDirectory() as name:
+        for case in cases(["causal", "masked"], ["gpt_neox", "bert"]):
+            check(case, Path(name) / case.architecture)
+    sender.send([name for name in sys.modules if not name.startswith("__")])
+
+
+def stored() -> dict[str, list[str]]:
+    """The committed results: [result, reason] by key."""
+    if not RESULTS.exists():
+        return {}
+    found: dict[str, list[str]] = json.loads(RESULTS.read_text(encoding="utf-8"))["classes"]
+    return found
+
+
+def write(results: Mapping[str, Outcome]) -> None:
+    """Replaces these classes' committed results, and drops those that transformers lacks."""
+    known = {case.key for case in cases()}
+    merged = {**stored(), **{key: list(outcome) for key, outcome in results.items()}}
+    lines = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(merged[key])}" for key in sorted(known & merged.keys())
+    )
+    RESULTS.write_text(
+        f'{{"transformers": "{transformers.__version__}",\n"classes": {{\n{lines}\n}}}}\n',
+        encoding="utf-8",
+    )
+
+
+def spread(chosen: list[Case], count: int) -> list[Case]:
+    """`count` of the classes that can be built, at even distances."""
+    known = stored()
+    built = [case for case in chosen if known.get(case.key, ["unbuilt"])[0] != "unbuilt"]
+    return [built[i * len(built) // count] for i in range(min(count, len(built)))]
+
+
+def worse(before: Mapping[str, Sequence[str]], now: Mapping[str, Outcome]) -> list[str]:
+    """Lines about classes that were equal and are not, or that are wrong."""
+    lines = []
+    for key, outcome in now.items():
+        was = before.get(key, ["new"])[0]
+        is_equal = outcome.result in EQUAL
+        is_wrong = outcome.result in ("differs", "fails", "hangs") and was != outcome.result
+        if is_wrong or (was in EQUAL and not is_equal) or (was == "native" != outcome.result):
+            lines.append(f"{key}: was {was}, is {outcome.result} {outcome.reason}")
+    return lines
+
+
+def summary(results: Mapping[str, Sequence[str]]) -> str:
+    """Counts of each mapping, as a table."""
+    kinds = ("native", "fallback", "refused", "differs", "fails", "hangs", "unbuilt")
+    rows = [f"| mapping | {' | '.join(kinds)} | equal of built |", f"| {'--- | ' * 9}".rstrip()]
+    for mapping in MAPPINGS:
+        counts = Counter(
+            value[0] for key, value in results.items() if key.startswith(f"{mapping}/")
+        )
+        built = counts.total() - counts["unbuilt"]
+        equal = sum(counts[kind] for kind in EQUAL)
+        if built:
+            cells = " | ".join(str(counts[kind]) for kind in kinds)
+            rows.append(f"| {mapping} | {cells} | {equal / built:.0%} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mappings", nargs="+", choices=MAPPINGS, default=list(MAPPINGS))
+    parser.add_argument("--classes", nargs="+", default=[])
+    parser.add_argument("--results", nargs="+", default=[], help="classes with these results only")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after them no class begins")
+    parser.add_argument("--sample", type=int, help="so many classes, spread over the mappings")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    before = stored()
+    chosen = [
+        case
+        for case in cases(args.mappings, args.classes)
+        if not args.results or before.get(case.key, ["new"])[0] in args.results
+    ]
+    if args.sample:
+        chosen = spread(chosen, args.sample)
+    results: dict[str, Outcome] = {}
+    import_ahead()
+    begun = time.monotonic()
+
+    def measure(case: Case) -> None:
+        if time.monotonic() - begun > args.seconds:
+            return
+        outcome = run(case)
+        results[case.key] = outcome
+        print(f"{time.monotonic() - begun:6.0f} s {outcome.result:9} {case.key} {outcome.reason}")
+        sys.stdout.flush()
+        if args.write:
+            write(results)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(measure, chosen))
+    print(summary(stored() if args.write else results))
+    if args.check and (found := worse(before, results)):
+        sys.exit("worse than benchmarks/coverage.json:\n" + "\n".join(found))
+
+
+if __name__ == "__main__":
+    main()
