@@ -1,4 +1,5 @@
-"""Writes the first part of docs/gpu.md from the last results of benchmarks/gpu_kit.sh on a card.
+"""Writes the first part of docs/gpu.md from the results of benchmarks/gpu_kit.sh on a card: the last
+one of each check.
 
 usage: python docs/generate_gpu.py
 """
@@ -18,7 +19,7 @@ END = "<!-- end of what is written by docs/generate_gpu.py -->\n"
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
 from gpu_kit.plan import Kit  # noqa: E402
-from gpu_kit.results import FOLDER, newest, read  # noqa: E402
+from gpu_kit.results import FOLDER, all_of_cards, read  # noqa: E402
 from gpu_kit.shape_8b import FULL  # noqa: E402
 from gpu_kit.speed import PREFILL, START  # noqa: E402
 
@@ -111,15 +112,20 @@ def page() -> str:
     """The page as it should be."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    return before + BEGIN + text(newest(FOLDER)) + END + after
+    return before + BEGIN + text(all_of_cards(FOLDER)) + END + after
 
 
-def text(file: Path | None) -> str:
-    """Page text for a file of results; None: there is none."""
-    if file is None:
+def text(files: Sequence[Path]) -> str:
+    """Page text for files of results, the oldest first."""
+    if not files:
         return NOTHING + goals(()) + "\n"
-    head, *lines = read(file)
-    checks = [line for line in lines if "outcome" in line]
+    found: dict[tuple[str, str, str], Line] = {}
+    for file in files:
+        head, *lines = read(file)
+        for line in lines:
+            if "outcome" in line:
+                found[line["part"], line["job"], line["check"]] = line
+    checks = list(found.values())
     about = {
         key: value
         for line in checks
@@ -128,7 +134,7 @@ def text(file: Path | None) -> str:
         if isinstance(value, str)
     }
     parts = [
-        f"\n{first_line(head, about, checks)}\n\n{NEVER}\n",
+        f"\n{first_line(head, len(files), about, checks)}\n\n{NEVER}\n",
         outcomes(checks),
         goals(checks),
         speeds(checks),
@@ -137,7 +143,8 @@ def text(file: Path | None) -> str:
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def first_line(head: Line, about: dict[str, str], checks: Sequence[Line]) -> str:
+def first_line(head: Line, num_runs: int, about: dict[str, str], checks: Sequence[Line]) -> str:
+    """`head` is that of the last run."""
     counts = Counter(line["outcome"] for line in checks)
     told = ", ".join(f"{counts[one]:,} {name}" for one, name in _NAMES.items() if counts[one])
     versions = ", ".join(
@@ -145,9 +152,10 @@ def first_line(head: Line, about: dict[str, str], checks: Sequence[Line]) -> str
         for name in ("torch", "triton", "transformers", "python")
     )
     card = f"{about.get('card', 'an unknown card')} (driver {about.get('driver', 'unknown')})"
+    each = f", each as the last of {num_runs} runs had it" if num_runs > 1 else ""
     return (
         f"**The kit ran on {card} on {head['date']}**, with {versions}, at "
-        f"{head['commit'][:12]}. Of its checks: {told}."
+        f"{head['commit'][:12]}. Of its checks{each}: {told}."
     )
 
 

@@ -205,9 +205,9 @@ def test_a_long_conversation_begins_anew(where, request):
 # xformers warns about itself where it is for another torch.
 @pytest.mark.filterwarnings("ignore:plugin 'xformers'")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_explain_says_that_no_gpu_has_run_what_it_names(monkeypatch, device):
-    """On a machine with a GPU, backends that no GPU has run are not chosen, even if they are
-    able."""
+def test_explain_says_what_no_gpu_has_run(monkeypatch, device):
+    """On a machine with a GPU, backends whose whole kit no GPU has run are not chosen, even if
+    they are able."""
     monkeypatch.setattr(
         explanation, "resolve_device", lambda config: resolve_device(config).replace(device=device)
     )
@@ -215,7 +215,8 @@ def test_explain_says_that_no_gpu_has_run_what_it_names(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     found = explanation.explain(VllmConfig.make(model="tiny"), Plugins.load())
-    told = "no GPU has run this project's backends and kernels yet" if device == "cuda" else None
+    untried = "flashinfer, xformers and NCCL have run on no GPU yet, all others on one H100"
+    told = untried if device == "cuda" else None
     assert found.untried == told
     console = Console(width=200)
     with console.capture() as captured:

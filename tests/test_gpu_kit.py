@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import random
 import re
@@ -625,7 +626,7 @@ def test_the_page_about_gpus_is_current(generator):
 
 
 def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
-    assert generator.text(None).startswith("\n**No GPU has run anything of this project**")
+    assert generator.text([]).startswith("\n**No GPU has run anything of this project**")
     results = kit("results").Results(tmp_path, "gpu")
     plan = kit("shape_8b").FULL
     results.add(
@@ -658,7 +659,7 @@ def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
     ]
     for part, job, check, found in checks:
         results.add({"part": part, "job": job, "check": check, "outcome": "passed", **found})
-    text = generator.text(kit("results").newest(tmp_path))
+    text = generator.text(kit("results").all_of_cards(tmp_path))
     assert text.startswith(
         "\n**The kit ran on NVIDIA X (driver 1.2) on 2030-01-02**, with torch 2.11.0, triton "
         "3.6.0, transformers 5.17.0, python 3.12.3, at "
@@ -675,6 +676,20 @@ def test_the_page_says_first_what_has_run_and_what_has_not(generator, tmp_path):
         "- G shapes, 1 were not reached: no time was left",
     ):
         assert row in text
+
+
+def test_the_page_has_the_last_result_of_each_check(generator, tmp_path):
+    for date, outcomes in ("2030-01-02", ("failed", "passed")), ("2030-01-03", ("passed",)):
+        path = tmp_path / f"gpu-{date.replace('-', '')}.json"
+        lines = [{"date": date, "commit": "0123456789abcdef", "seconds": 480, "quick": False}]
+        for number, outcome in enumerate(outcomes):
+            lines.append(
+                {"part": "B", "job": "kits", "check": f"test_{number}", "outcome": outcome}
+            )
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = generator.text(kit("results").all_of_cards(tmp_path))
+    assert " on 2030-01-03**" in text
+    assert "Of its checks, each as the last of 2 runs had it: 2 passed.\n" in text
 
 
 def test_the_goals_are_of_checks_that_the_kit_makes(generator):

@@ -40,6 +40,6 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def newest(folder: Path = FOLDER) -> Path | None:
-    """The last file of a card; None where there is none."""
-    return max(folder.glob("gpu-*.json"), default=None)
+def all_of_cards(folder: Path = FOLDER) -> list[Path]:
+    """Files of runs on cards, the oldest first."""
+    return sorted(folder.glob("gpu-*.json"))

@@ -7,6 +7,5 @@ from toolkit_lm.plugin import AttentionBackendRegistry, hookimpl
 
 @hookimpl
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
-    # Below the reference: no GPU has run it in the tests, so that it is for those who ask for it by
-    # name.
+    # Below the reference until a GPU has run its whole kit: for those who ask for it by name.
     backends.add("flash_attn", "toolkit_lm_flash_attn.backend:FlashAttnBackend", priority=-2)

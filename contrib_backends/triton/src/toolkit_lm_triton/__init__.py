@@ -8,8 +8,7 @@ from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, hookimp
 
 @hookimpl
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
-    # Below the reference: no GPU has run it in the tests, so that it is for those who ask for it by
-    # name.
+    # Below the reference until a GPU has run its whole kit: for those who ask for it by name.
     backends.add("triton", "toolkit_lm_triton.backend:TritonBackend", priority=-5)
 
 
