@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from layouts import FORMATS, gptq, writer
+from toolkit_lm.config import VllmConfig
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import assert_same_logits, load_checkpoint, logits_of, run_ranks
 from toolkit_lm_quantization_formats.modelopt import ALGORITHMS
@@ -159,6 +161,27 @@ PACKINGS = [
     "bnb int8",
 ]
 """A format of each way to store a weight."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in PACKINGS else [pytest.mark.nightly])
+        for name in FORMATS
+    ],
+)
+def test_explain_says_what_stores_a_format_and_multiplies_by_it(written, name):
+    """Without reading a weight. In which order inputs lie is a value."""
+    checkpoint = written(name)
+    config = VllmConfig.make(model=str(checkpoint.folder), device="cpu", dtype="float32")
+    kinds = {kind.kind: kind for kind in explain(config).weights}
+    linear = kinds["linear"]
+    assert linear.num_weights and linear.num_bytes < 0.5 * linear.num_float_bytes
+    is_ordered = "order" in name or "desc_act" in name
+    words = ("not read here",) if is_ordered else ("codes of ", "float8")
+    assert linear.methods
+    for method in linear.methods:
+        assert any(word in method for word in words), method
 
 
 @pytest.mark.parametrize("name", PACKINGS)
