@@ -52,6 +52,13 @@ class TensorInfo:
     data: mmap.mmap
     """The file."""
 
+    def release(self) -> None:
+        """Gives the tensor's pages back to the system. What reads them again, reads the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+            length = self.start + self.num_bytes - first
+            self.data.madvise(mmap.MADV_DONTNEED, first, length)
+
 
 @dataclass(frozen=True, slots=True)
 class _Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class BlocksReader(QuantizedReader):
                 for of_type, share in zip(loader.types, loader.shares, strict=True)
             ]
         )
+        for release in loader.releases:
+            release()
         if not weight.scales.is_meta and not weight.scales.isfinite().all():
             raise CheckpointError(f"{spec.prefix}: the blocks of its weight have scales of NaN")
         return weight
@@ -122,8 +124,12 @@ class _BlocksLoader:
         ]
         """This rank's blocks of each weight: [N, blocks of a row, bytes of a block] uint8. They
         have no values until they are loaded."""
+        self.releases: list[Callable[[], None]] = []
+        """What gives the mapped pages of the shares back, once these are read."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+        if (release := getattr(loaded, "release", None)) is not None:
+            self.releases.append(release)
         if shard_id is None and len(self.outputs) > 1:
             sizes = [output.full for output in self.outputs]
             if len(loaded) != sum(sizes):

@@ -72,6 +72,8 @@ def _mapped(info: TensorInfo) -> Tensor:
 
 def _converted(info: TensorInfo, tensor: Tensor, quantized: bool) -> Tensor:
     if quantized or not info.type.is_quantized:
+        # Blocks are views until their layer is made: it says when they are read.
+        tensor.release = info.release  # type: ignore[attr-defined]
         return tensor
     return decode(info.type, tensor).dequantized()
 
