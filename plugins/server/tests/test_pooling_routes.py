@@ -16,7 +16,9 @@ import torch
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm.errors import RequestError
 from toolkit_lm.events import StepEvent
+from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_pooling_adapters.scoring import cosine, max_sim
@@ -231,9 +233,21 @@ async def test_sparse_vectors(engine_of, ask, path):
     np.testing.assert_allclose(found["values"], expected, atol=1e-5)
 
 
+def output_of(data, ids=(1,)):
+    made = PoolingOutput(np.float32(data))
+    return PoolingRequestOutput("0", None, list(ids), made, "stop")
+
+
 def test_a_sparse_vector_has_what_is_not_zero():
-    found = sparse(np.float32([0, 1.5, 0, -2]))
+    found = sparse(output_of([0, 1.5, 0, -2]))
     assert found == {"indices": [1, 3], "values": [1.5, -2.0]}
+
+
+def test_weights_of_tokens_become_those_of_token_ids():
+    found = sparse(output_of([[0], [0.5], [2], [1.5], [0.25], [0]], [0, 7, 5, 5, 7, 2]))
+    assert found == {"indices": [5, 7], "values": [2.0, 0.5]}
+    with pytest.raises(RequestError, match="gives 3 numbers"):
+        sparse(output_of([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("fields", [{"encoding_format": "base64"}, {"task": "token_embed"}])

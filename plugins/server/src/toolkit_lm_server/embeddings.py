@@ -280,5 +280,5 @@ class Embeddings:
 def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:
     assert body.encoding_format in ("float", "base64"), "the others are no JSON"
     if body.sparse:
-        return sparse(output.outputs.data)
+        return sparse(output)
     return encoded(output.outputs.data, body.encoding_format, body.embed_dtype, body.endianness)

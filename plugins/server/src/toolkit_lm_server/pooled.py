@@ -101,11 +101,27 @@ def encoded(
     )
 
 
-def sparse(data: np.ndarray | None) -> dict[str, Any]:
-    """A vector's entries that are not 0, by ascending index."""
+def sparse(output: PoolingRequestOutput) -> dict[str, Any]:
+    """A vector's entries that are not 0, by ascending index. Of weights of the prompt's tokens, the
+    greatest of each token id.
+
+    Raises RequestError for several numbers a token.
+    """
+    data = output.outputs.data
     assert data is not None, "`pool` gives results with data"
-    indices = data.nonzero()[0]
-    return {"indices": indices.tolist(), "values": data[indices].tolist()}
+    if data.ndim == 1:
+        indices = data.nonzero()[0]
+        return {"indices": indices.tolist(), "values": data[indices].tolist()}
+    if data.shape[1] != 1:
+        raise RequestError(
+            f"sparse true is for one weight a token, and this model gives {data.shape[1]} numbers.",
+            "sparse",
+        )
+    ids, places = np.unique(output.prompt_token_ids, return_inverse=True)
+    values = np.zeros(len(ids), np.float32)
+    np.maximum.at(values, places, data[:, 0])
+    counts = values > 0
+    return {"indices": ids[counts].tolist(), "values": values[counts].tolist()}
 
 
 def in_bytes(

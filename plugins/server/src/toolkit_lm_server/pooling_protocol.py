@@ -24,6 +24,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
 """Inputs that `read_inputs` checks. Its errors name the wrong one."""
+_SPARSE_TASKS = ("embed", "token_classify")
 Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
 """Texts that `read_texts` checks."""
 
@@ -92,7 +93,8 @@ class EmbeddingBody(InputBody):
     dimensions: int | None = None
     normalize: bool | None = None
     sparse: bool = False
-    """Vectors come as the indices and values of what is not 0: for models such as SPLADE."""
+    """Vectors come as the indices and values of what is not 0: for models such as SPLADE. With the
+    task token_classify they are the greatest weights of token ids: BGE-M3."""
 
     def check_input(self) -> None:
         super().check_input()
@@ -136,9 +138,10 @@ class AnyPoolingBody(EmbeddingBody):
     returned_token_ids: Items[int] | None = None
 
     def params(self) -> PoolingParams:
-        if self.sparse and self.task != "embed":
+        if self.sparse and self.task not in _SPARSE_TASKS:
             raise RequestError(
-                f"sparse true is for the task 'embed', and the task is {self.task!r}.", "sparse"
+                f"sparse true is for the tasks {', '.join(_SPARSE_TASKS)}, not for {self.task!r}.",
+                "sparse",
             )
         return PoolingParams(**{name: getattr(self, name) for name in POOLING_PARAMS})
 
