@@ -21,6 +21,7 @@ from .poolers import (
     AllPooler as AllPooler,
     ClassifierPooler as ClassifierPooler,
     DispatchPooler as DispatchPooler,
+    LexicalPooler as LexicalPooler,
     SimplePooler as SimplePooler,
     StepPooler as StepPooler,
 )

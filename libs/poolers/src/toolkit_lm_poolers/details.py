@@ -44,10 +44,10 @@ class Splade(Struct, frozen=True, kw_only=True):
 
 
 class Dense(Struct, frozen=True, kw_only=True, tag="dense"):
-    """activation(x W^T + b), plus x (or a projection of it) where `residual`. Weights lie in
-    `folder`."""
+    """activation(x W^T + b), plus x (or a projection of it) where `residual`."""
 
     folder: str
+    """Folder of the weights, or their file: FlagEmbedding's are files of their own."""
     in_features: int
     out_features: int
     bias: bool
@@ -68,6 +68,15 @@ class Normalize(Struct, frozen=True, kw_only=True, tag="normalize"):
 
 
 Head: TypeAlias = Dense | LayerNorm | Normalize
+
+
+class Lexical(Struct, frozen=True, kw_only=True):
+    """A weight of each token of a text, for matches by token (Chen et al. 2024: BGE-M3)."""
+
+    head: Dense
+    """Gives one number. relu makes it the weight."""
+    left_out: frozenset[int] = frozenset()
+    """Tokens whose weight is 0: special ones."""
 
 
 class LogitScore(Struct, frozen=True, kw_only=True):
@@ -128,6 +137,10 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     """Heads applied to the pooled vector, in order."""
     token_heads: tuple[Head, ...] = ()
     """Heads applied to each token's vector, in order, before any pooling."""
+    lexical: Lexical | None = None
+    """Weights of tokens, beside embeddings."""
+    multi_vector: Dense | None = None
+    """Head of each token's vector in the place of `token_heads`; the vectors get length 1."""
     embedding_size: int | None = None
     """Size of an embedding; None: not said."""
     truncate_dim: int | None = None

@@ -9,10 +9,12 @@ from typing import Any
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from torch import Tensor, nn
+from torch.nn import functional
 
 from toolkit_lm_poolers.details import (
     Dense,
     Head,
+    Lexical,
     Normalize,
     PoolingDetails,
     details_of,
@@ -26,6 +28,7 @@ from toolkit_lm_poolers.poolers import (
     AllPooler,
     ClassifierPooler,
     DispatchPooler,
+    LexicalPooler,
     SimplePooler,
     StepPooler,
 )
@@ -44,7 +47,8 @@ def embedding_pooler(
     Of the checkpoint's pooling profile it takes the pooling methods and the heads; those that
     follow pooling are not for token_embed. `default` and `normalize` hold where the profile is not
     complete, or where there is none. A late-interaction checkpoint, which pools nothing, has
-    token_embed only, unless the option `pooling_type` says how to pool.
+    token_embed only, unless the option `pooling_type` says how to pool. One with weights of tokens
+    (BGE-M3) gives them for token_classify.
 
     Raises CheckpointError for files that are not understood or do not fit, ConfigError for an
     option that does not, and UnsupportedError for a checkpoint that `splade_pooler` is for.
@@ -61,7 +65,9 @@ def embedding_pooler(
     token_layers, token_head = _embedding_head(
         vllm_config, found.token_heads, size, ends_normalized
     )
-    poolers: list[RowPooler] = [AllPooler({"token_embed"}, token_head)]
+    poolers: list[RowPooler] = [_token_pooler(vllm_config, found, size, token_head)]
+    if found.lexical is not None:
+        poolers.append(_lexical_pooler(vllm_config, found.lexical))
     method = _embedding_method(vllm_config, found, default)
     if method is not None:
         _, head = _embedding_head(
@@ -75,6 +81,22 @@ def embedding_pooler(
             SimplePooler({"embed"}, method, head, token_layers if found.token_heads else None)
         )
     return DispatchPooler(poolers)
+
+
+def _token_pooler(
+    vllm_config: VllmConfig, found: PoolingDetails, size: int, head: EmbeddingHead
+) -> RowPooler:
+    """Vectors of tokens, by `head` unless the checkpoint has a head for them alone."""
+    if found.multi_vector is not None:
+        _, head = _embedding_head(vllm_config, (found.multi_vector, Normalize()), size, None)
+    return AllPooler({"token_embed"}, head)
+
+
+def _lexical_pooler(vllm_config: VllmConfig, lexical: Lexical) -> RowPooler:
+    _out_size((lexical.head,), hidden_size(vllm_config.hf_config))
+    weigh = make_heads((lexical.head,), dummy=vllm_config.load.load_format == "dummy")
+    head = ClassifierHead(weigh, 1, functional.relu)
+    return LexicalPooler(head, lexical.left_out)
 
 
 def pools_splade(vllm_config: VllmConfig) -> bool:

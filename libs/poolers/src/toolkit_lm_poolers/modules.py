@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from safetensors import SafetensorError, safe_open
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import choose_kernels
 from toolkit_lm_weights.safetensors import CheckpointWeights
@@ -131,9 +132,23 @@ def _make_head(config: details.Head, dummy: bool) -> nn.Module:
     return Dense(config, _weights(config.folder, shapes, dummy))
 
 
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a folder, or of a file of one linear layer: then as "linear.weight" and
+    "linear.bias"."""
+    if path.suffix != ".safetensors":
+        return dict(CheckpointWeights(path))
+    try:
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            # It is no dict, whose keys an iteration would give.
+            names = list(tensors.keys())
+            return {f"linear.{name}": tensors.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(path)!r} is no readable safetensors file: {error}") from error
+
+
 def _weights(folder: str, shapes: Mapping[str, tuple[int, ...]], dummy: bool) -> dict[str, Tensor]:
-    """The tensors of `folder`, float32 on the default device; exactly those of `shapes`. Raises
-    CheckpointError."""
+    """The tensors of `folder`, or of a file, float32 on the default device; exactly those of
+    `shapes`. Raises CheckpointError."""
     if dummy:
         return {name: torch.full(shape, shape[-1] ** -0.5) for name, shape in shapes.items()}
     pickled = Path(folder) / "pytorch_model.bin"
@@ -143,7 +158,7 @@ def _weights(folder: str, shapes: Mapping[str, tuple[int, ...]], dummy: bool) ->
             "safetensors: load the model with "
             "sentence-transformers and call save_pretrained."
         )
-    found = dict(CheckpointWeights(Path(folder)))
+    found = _tensors(Path(folder))
     for name in shapes.keys() ^ found.keys():
         problem = "lack" if name in shapes else "hold, unexpectedly,"
         raise CheckpointError(f"the weights in {folder!r} {problem} {name!r}.")

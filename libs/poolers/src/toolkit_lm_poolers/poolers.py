@@ -158,6 +158,19 @@ class StepPooler(AllPooler):
         return tokens if tag is None else tokens[row.token_ids == tag]
 
 
+class LexicalPooler(StepPooler):
+    """A weight of each token, for matches by token: [tokens, 1], and 0 for `left_out`."""
+
+    def __init__(self, head: ClassifierHead, left_out: Iterable[int]) -> None:
+        super().__init__(head)
+        self.left_out = np.array(sorted(left_out), np.int64)
+
+    def _join(self, row: PoolingRow, piece: Tensor) -> Tensor | None:
+        ids = row.token_ids[self._select(row) - row.tokens.start]
+        counts = torch.from_numpy(~np.isin(ids, self.left_out))
+        return super()._join(row, piece * counts.to(piece.device, non_blocking=True)[:, None])
+
+
 class DispatchPooler(RowPooler):
     """Gives each row of a mixed batch to the pooler of its task. No two poolers take the same
     task."""

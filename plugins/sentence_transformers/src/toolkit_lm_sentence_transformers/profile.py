@@ -14,6 +14,7 @@ from toolkit_lm_sentence_transformers.checkpoint_files import (
     SentenceTransformersConfig,
     read_sentence_transformers,
 )
+from toolkit_lm_sentence_transformers.flag_embedding import read_lexical, read_multi_vector
 from toolkit_lm_sentence_transformers.json_file import JsonObject
 from toolkit_lm_sentence_transformers.late_interaction import read_roles
 
@@ -50,6 +51,8 @@ def read_pooling_profile(
         splade=found.splade,
         heads=found.heads,
         token_heads=found.token_heads,
+        lexical=read_lexical(folder, tokenizer),
+        multi_vector=read_multi_vector(folder),
         embedding_size=found.embedding_size,
         truncate_dim=found.truncate_dim,
         similarity=found.similarity,

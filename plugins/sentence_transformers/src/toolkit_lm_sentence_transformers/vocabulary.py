@@ -54,6 +54,11 @@ class Vocabulary:
                 return self._ids[token]
         return None
 
+    def special_id(self, name: str) -> int | None:
+        """Id of the special token of that name ("cls_token", ...); None where no file names it."""
+        token = self._special(name)
+        return None if token is None else self._ids.get(token)
+
     def _special(self, name: str) -> str | None:
         token = self._named.get(name)
         if isinstance(token, dict):
