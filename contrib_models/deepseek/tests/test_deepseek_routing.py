@@ -66,6 +66,7 @@ def test_experts_and_weights_are_those_of_transformers(name):
         (DeepseekV2ForCausalLM, {"scoring_func": "sigmoid"}, UnsupportedError, "scoring_func"),
         (DeepseekV2ForCausalLM, {"topk_method": "best"}, UnsupportedError, "group_limited_greedy"),
         (DeepseekV2ForCausalLM, {"moe_layer_freq": 2}, UnsupportedError, "moe_layer_freq"),
+        (DeepseekV3ForCausalLM, {"index_topk": 2048}, UnsupportedError, "index_topk"),
         (DeepseekV3ForCausalLM, {"scoring_func": "softmax"}, UnsupportedError, "scoring_func"),
         (DeepseekV3ForCausalLM, {"n_group": 3}, CheckpointError, "n_group"),
         (DeepseekV3ForCausalLM, {"n_group": 8}, CheckpointError, "n_group"),

@@ -225,7 +225,10 @@ def _attend_expanded(layer: LatentParams, q: Tensor, latents: Tensor) -> Tensor:
     # The fused kernels of torch take heads of one size.
     widest = max(layer.head_size, layer.value_size)
     q, keys, values = (
-        F.pad(x, (0, widest - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q, keys, values)
+        (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])))
+        .transpose(0, 1)
+        .unsqueeze(0)
+        for x in (q, keys, values)
     )
     whole = q.shape[2] == keys.shape[2]
     options: dict[str, Any] = {"is_causal": True} if whole else {}

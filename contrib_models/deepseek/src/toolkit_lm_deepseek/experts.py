@@ -132,6 +132,11 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = HFConfig(vllm_config.hf_config)
         expect(config, "moe_layer_freq", 1)
+        if config.values.get("index_topk") is not None:
+            raise UnsupportedError(
+                "config.json: 'index_topk' asks for sparse attention by an indexer, and this model "
+                "attends to all tokens."
+            )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     @classmethod
