@@ -113,6 +113,7 @@ VARIANTS = {
             "max_relative_positions": 20,
             "pooler_hidden_act": "tanh",
         },
+        "convolution": {**DEBERTA, "conv_kernel_size": 3, "conv_act": "gelu", "conv_groups": 2},
         "one term": {**DEBERTA, "pos_att_type": "c2p", "share_att_key": False},
         "no terms": {**DEBERTA, "relative_attention": False},
     },

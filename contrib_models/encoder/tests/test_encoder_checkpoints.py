@@ -68,6 +68,15 @@ def test_pipeline_stages(tmp_path, family):
     )
 
 
+def test_pipeline_stages_with_a_convolution(tmp_path):
+    """The first stage alone has it."""
+    theirs = make_checkpoint("DebertaV2Model", VARIANTS["DebertaV2"]["convolution"], tmp_path)
+    cls = our_class("DebertaV2Model")
+    assert_same_states(
+        [load(cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)], theirs
+    )
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     theirs = {}
@@ -193,7 +202,7 @@ def test_names_of_other_checkpoints(tmp_path, family, change, config_changes):
             ConfigError,
             "max_model_len is 64, but the checkpoint has 63 positions",
         ),
-        ("DebertaV2", {"conv_kernel_size": 3}, UnsupportedError, "'conv_kernel_size' is 3"),
+        ("DebertaV2", {"conv_kernel_size": 4}, UnsupportedError, "'conv_kernel_size' is 4"),
         ("DebertaV2", {"pos_att_type": "p2p|c2p"}, UnsupportedError, "'pos_att_type' has 'p2p'"),
         (
             "ModernBert",

@@ -8,10 +8,12 @@ from typing import ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import (
+    Absent,
     ColumnParallelLinear,
     HFConfig,
     LayerNorm,
     QKVParallelLinear,
+    is_first_stage,
     join,
     make_layers,
     torch_dtype,
@@ -30,6 +32,7 @@ from toolkit_lm_encoder.heads import (
     SequenceClassifier,
     TokenClassifier,
 )
+from toolkit_lm_encoder.sequence_conv import SequenceConv
 
 DEFAULTS = {"layer_norm_eps": 1e-7, "type_vocab_size": 0}
 TERMS = ("c2p", "p2c")
@@ -141,7 +144,7 @@ class DebertaV2Layer(nn.Module):
 
 class DebertaV2Layers(nn.Module):
     """The layers that this pipeline rank owns: x [T, H] -> [T, H]. All ranks hold the vectors of
-    distances."""
+    distances. The larger sizes of v2 add a convolution to the first layer."""
 
     def __init__(self, shape: BertShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -162,10 +165,21 @@ class DebertaV2Layers(nn.Module):
         if "layer_norm" in norms:
             self.LayerNorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
 
+        self.conv: nn.Module | None = None
+        if config.get("conv_kernel_size", int, 0) > 0:
+            self.conv = (
+                SequenceConv(shape, config, dtype, prefix=join(prefix, "conv"))
+                if is_first_stage(vllm_config.parallel)
+                else Absent()
+            )
+
     def forward(self, x: Tensor) -> Tensor:
         distances = self.LayerNorm(self.rel_embeddings.weight) if self.is_relative else None
-        for layer in self.layer.owned:
+        embedded = x
+        for index, layer in enumerate(self.layer.owned):
             x = layer(x, distances)
+            if index == 0 and isinstance(self.conv, SequenceConv):
+                x = self.conv(embedded, x)
         return x
 
 
@@ -189,7 +203,6 @@ class DebertaV2Encoder(BertEncoder):
         config = with_defaults(config, DEFAULTS)
         size = config.require("hidden_size", int)
         for key, usual in (
-            ("conv_kernel_size", 0),
             ("embedding_size", size),
             ("attention_head_size", size // config.require("num_attention_heads", int)),
         ):
