@@ -1,88 +1,29 @@
-"""A GGUF file in bf16 of a Llama or Qwen3 checkpoint, for llama.cpp. It has no tokenizer: prompts
-are token ids.
+"""GGUF files of a checkpoint, for llama.cpp: in bf16 by `toolkit quantize`, and in a type such as
+Q4_0 or Q4_K_M as llama.cpp itself quantizes that.
 
 usage: python race_gguf.py FILE OUT TYPE
 
-With the Python of llama-cpp-python: writes a file in bf16 anew, in a type such as Q4_0 or Q4_K_M,
-as llama.cpp quantizes it.
+With the Python of llama-cpp-python: writes a file in bf16 anew, in TYPE.
 """
 
 from __future__ import annotations
 
-import json
+import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3"}
-"""Architectures by `model_type`, with their names in gguf.MODEL_ARCH."""
 
 
 def write_gguf(checkpoint: Path, file: Path) -> Path:
-    """Needs gguf, torch and safetensors. A file that is there is left as it is."""
-    import gguf
-    import torch
-    from safetensors.torch import load_file
-
-    if file.exists():
-        return file
-    config: Mapping[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
-    layers = config["num_hidden_layers"]
-    arch = gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]
-    names = gguf.get_tensor_name_map(arch, layers)
-    # Ends as a whole file, or as none.
-    unfinished = file.with_suffix(".part")
-    writer = gguf.GGUFWriter(unfinished, gguf.MODEL_ARCH_NAMES[arch])
-    _add_config(writer, config)
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            if arch is gguf.MODEL_ARCH.LLAMA and name.endswith(("q_proj.weight", "k_proj.weight")):
-                tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
-            target = names.get_name(name, try_suffixes=(".weight",))
-            if target is None:
-                raise ValueError(f"GGUF has no name for {name}")
-            if tensor.dim() == 1:
-                writer.add_tensor(target, tensor.float().numpy())
-            else:
-                raw = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-                writer.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return unfinished.rename(file)
+    """In the checkpoint's dtype. A file that is there is left as it is."""
+    if not file.exists():
+        toolkit("quantize", checkpoint, "--format", "gguf", "--out", file)
+    return file
 
 
-def interleave(weight: Any, heads: int) -> Any:
-    """Rows of a head in the order of llama.cpp's Llama, which rotates neighbours and not halves."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
-        .transpose(1, 2)
-        .reshape(weight.shape)
-    )
-
-
-def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
-    import gguf
-
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+def toolkit(*arguments: str | Path) -> None:
+    """The command `toolkit`, by this Python."""
+    main = "from toolkit_lm_cli import main; main()"
+    subprocess.run([sys.executable, "-c", main, *arguments], check=True)
 
 
 def quantize(file: Path, out: Path, kind: str) -> Path:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from race_gguf import write_gguf
+from race_gguf import toolkit, write_gguf
 from race_table import OUR_FLOATS, OURS
 
 FLOATS = "bf16"
@@ -120,10 +119,8 @@ def _make_compressed(checkpoint: Path, precision: str, entry: Entry, python: Pat
     if precision == "int8":
         write_w8a8(checkpoint, entry.model)
         return
-    main = "from toolkit_lm_cli import main; main()"
     options = ["--quantization", "int4", "--quantization-group-size", str(GROUP)]
-    command = [sys.executable, "-c", main, "quantize", checkpoint, *options, "--out", entry.model]
-    subprocess.run(command, check=True)
+    toolkit("quantize", checkpoint, *options, "--out", entry.model)
 
 
 def write_w8a8(checkpoint: Path, out: Path) -> Path:
