@@ -6,7 +6,7 @@
  * Included once for each kind of element, with the words of types.h.
  *
  * W lies in panels of 16 outputs, [N / 16][K / PAIR][16] lanes: a lane is an output; past N, zeros.
- * One layout serves all numbers of rows. A work item has at most BLOCK rows by COLUMNS panels.
+ * One layout serves all numbers of rows. A work item has at most BLOCK rows by MOST_COLUMNS panels.
  * A tile's computation prefetches the weights of the next tile: from some rows on, reading and
  * arithmetic take equally long.
  * Each result is one sum over K in a fixed order, independent of the rest of the batch.

@@ -105,6 +105,13 @@ static const Item likeliest_types[] = TYPES_OF(likeliest);
 #define CODE_KERNEL_OF(x, suffix, isa) x##_##suffix,
 static const CodePanels code_panels[] = {CODE_KERNELS(CODE_KERNEL_OF, panels)};
 
+/* Of a product of quantized weights: the kernel, and the rows of an item. */
+static void choose_code_kernel(Linear *l) {
+    if (l->codes == NULL) return;
+    l->add_codes = code_panels[l->quantized.kernel];
+    if (l->add_codes == panels_codes_amx_int8) l->block = MANY_ROWS;
+}
+
 static int is_kernel(int type) {
     if (type >= 0 && type < (int)(sizeof norm_types / sizeof *norm_types)) return 1;
     PyErr_Format(PyExc_ValueError, "no kernel has number %d", type);
@@ -239,17 +246,19 @@ static PyObject *pack_codes(PyObject *self, PyObject *const *values, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-/* Finds the kernel of a product of quantized weights, and the codes of its x. */
+/* Finds the codes of x of a product of quantized weights. */
 static void quantize_inputs(Linear *l, int type) {
     if (l->codes == NULL) return;
-    l->add_codes = code_panels[l->quantized.kernel];
     share_out_rows(l->rows * l->inputs, l->rows, quantize_types[type], l);
 }
 
 /* The arguments of a product, of which `quantized_linear` has more. */
 static int take_product(Call call, Py_ssize_t count, int is_quantized, Linear *l, int *type) {
-    return (is_quantized ? take_quantized_linear(call, count, l) : take_linear(call, count, l)) &&
-           read_kernel(call.values[0], type);
+    if (!(is_quantized ? take_quantized_linear(call, count, l) : take_linear(call, count, l)) ||
+        !read_kernel(call.values[0], type))
+        return 0;
+    choose_code_kernel(l);
+    return 1;
 }
 
 static PyObject *quantized_linear(PyObject *self, PyObject *const *values, Py_ssize_t count,

@@ -13,7 +13,8 @@
 #define CHUNK 1024
 #define MOST_COLUMNS 24 /* panels of an item */
 #define CODE_ROWS 4     /* of a tile of codes.h, at most */
-#define MOST_UNPACKED 256 /* codes of 4 bits of a group that are unpacked for the tiles of AMX */
+#define MANY_ROWS 256   /* of an item whose weights are decoded, or unpacked for the tiles of AMX */
+#define MOST_UNPACKED 2048 /* codes of a panel that are unpacked at once; a group is one of them */
 #define AMX_INPUTS 32   /* what the length of a sum by the tiles of AMX is a multiple of */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
@@ -68,7 +69,7 @@ struct Linear {
     int activation, is_gated;
     float factor; /* of the result as it is stored, where there is no residual; 0: none */
     long row_blocks, column_blocks;
-    long block, columns; /* rows and panels of an item, at most */
+    long block, columns; /* rows, 0: those of cut_linear, and panels of an item, at most */
     int failed;   /* there was no memory */
     Quantized quantized;
     void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
@@ -148,8 +149,10 @@ static const Fetch FETCHES[2][BLOCK / 4 + 1] = {
 /* Items small enough for all threads to have some, and as large as that allows. */
 static void cut_linear(Linear *l) {
     const long panels = (l->outputs + LANES - 1) / LANES;
-    /* What is decoded serves more rows. */
-    l->block = l->quantized.float8 == CODED ? BLOCK : 4 * BLOCK;
+    if (l->quantized.float8 != CODED)
+        l->block = MANY_ROWS;
+    else if (l->block == 0)
+        l->block = BLOCK;
     l->row_blocks = (l->rows + l->block - 1) / l->block;
     const long share = panels * l->row_blocks / (4 * atomic_load(&team.threads)) / PANELS * PANELS;
     l->columns = share < PANELS ? PANELS : share > MOST_COLUMNS ? MOST_COLUMNS : share;

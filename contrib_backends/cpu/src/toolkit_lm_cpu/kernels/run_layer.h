@@ -53,6 +53,7 @@ static Linear make_linear(const Layer *l, LinearPart part, const void *x, long i
                 .quantized = part.quantized};
     p.rows = tokens;
     if (part.quantized.scales != NULL && part.quantized.float8 == CODED) p.codes = codes;
+    choose_code_kernel(&p);
     p.inputs = inputs;
     p.outputs = outputs;
     p.factor = factor;
@@ -63,10 +64,7 @@ static Linear make_linear(const Layer *l, LinearPart part, const void *x, long i
 
 /* `follows_norm`: a norm made the codes of x. */
 static int run_linear(const Layer *l, Linear *p, int follows_norm) {
-    if (p->codes != NULL && follows_norm)
-        p->add_codes = code_panels[p->quantized.kernel];
-    else
-        quantize_inputs(p, l->type);
+    if (!follows_norm) quantize_inputs(p, l->type);
     share_out_linear(p, linear_types[l->type]);
     return !p->failed;
 }
