@@ -231,7 +231,7 @@ AMX_INT8 static void panels_codes_amx_int8(const Linear *l, long row, long rows,
     const long step = q->group % 64 == 0 ? 64 : q->group % 32 == 0 ? 32 : LANES;
     int8_t unpacked[PANELS * MOST_UNPACKED * LANES] __attribute__((aligned(64)));
     /* Of few rows unpacking would cost most. */
-    if ((q->bits == 4 && rows <= 8) || q->group > MOST_UNPACKED) {
+    if (rows <= 8 || q->group > MOST_UNPACKED) {
         panels_codes_avx512_vnni(l, row, rows, first, panels, next, sums);
         return;
     }
