@@ -170,12 +170,14 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
-        layer = setup.layers[0]
         use_threads()
-        self.size = -(-layer.head_size // _TILE) * _TILE
-        """Head size in the kernels, padded with zeros to a multiple of a vector."""
-        self.kernel = product_type(getattr(torch, layer.dtype), self.size)
-        """Number of the kernels in use, by dtype and instruction set."""
+        # Layers without a cache are one group, whatever their heads are like.
+        padded = {layer.head_size: -(-layer.head_size // _TILE) * _TILE for layer in setup.layers}
+        self.sizes = padded
+        """Head sizes in the kernels, padded with zeros to a multiple of a vector, by head size."""
+        dtype = getattr(torch, setup.layers[0].dtype)
+        self.kernels = {size: product_type(dtype, padded[size]) for size in padded}
+        """Numbers of the kernels in use, by dtype and instruction set, by head size."""
         cache = setup.kv_cache
         self.code = _CODES.get(cache.dtype, 0) if isinstance(cache, FullSpec) else 0
         """The kernels' number of what the cache holds. 0: the layer's elements."""
@@ -223,7 +225,7 @@ class CpuBackend(AttentionBackend):
         keys, values = call.kv_cache[:2]
         codes = self.codes(call.layer, call.kv_cache)
         _kernels.write_kv(
-            self.kernel,
+            self.kernels[call.layer.head_size],
             keys=k.data_ptr(),
             values=v.data_ptr(),
             to_keys=keys.data_ptr(),
@@ -285,7 +287,7 @@ class CpuBackend(AttentionBackend):
         codes = _NOT_QUANTIZED if call.kv_cache is None else self.codes(layer, call.kv_cache)
         spans = meta.spans.ctypes.data if layer.spans and meta.spans is not None else 0
         _kernels.attend(
-            self.kernel,
+            self.kernels[layer.head_size],
             meta.rows,
             queries=q.data_ptr(),
             keys=keys.data_ptr(),
@@ -298,7 +300,7 @@ class CpuBackend(AttentionBackend):
             block_tiles=0 if call.kv_cache is None else keys.shape[2],
             heads=layer.num_heads,
             kv_heads=layer.num_kv_heads,
-            size=self.size,
+            size=self.sizes[layer.head_size],
             real=layer.head_size,
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,

@@ -73,7 +73,7 @@ class FusedDecoderLayer:
         self._layer = _kernels.layer(
             Layer(
                 type=self._type,
-                attention_type=backend.kernel,
+                attention_type=backend.kernels[parts.attn.params.head_size],
                 element=self.dtype.itemsize,
                 hidden=hidden,
                 inner=0 if parts.down is None else parts.down.input_size,
