@@ -23,6 +23,22 @@ LLAMA_LIKE = {
     "max_position_embeddings": 256,
 }
 GEMMA = {**LLAMA_LIKE, "head_dim": 24, "query_pre_attn_scalar": 30, "sliding_window": WINDOW}
+GEMMA3N = {
+    **LLAMA_LIKE,
+    # The owner of the keys that the last layer reads is on the same one of two pipeline stages.
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "laurel_rank": 12,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+}
 OPT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -121,6 +137,22 @@ VARIANTS = {
             "num_hidden_layers": 6,
             "final_logit_softcapping": 3.0,
             "attention_bias": True,
+        },
+    },
+    "Gemma3nForCausalLM": {
+        "shared layers": GEMMA3N,
+        "sparse gates, two streams": {
+            **GEMMA3N,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [64, 96, 64, 96],
+            # So few gates that their sum is near zero would be normed, and rounding with it.
+            "activation_sparsity_pattern": [0.6, 0.5, 0.0, 0.0],
+            "altup_num_inputs": 2,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "vocab_size_per_layer_input": 64,
         },
     },
     "GraniteForCausalLM": {

@@ -72,6 +72,13 @@ class TestGemma3(TransformersConformance):
         return make("Gemma3ForCausalLM", variant)
 
 
+class TestGemma3n(TransformersConformance):
+    variants = variants_of("Gemma3nForCausalLM")
+
+    def make_hf_model(self, **variant):
+        return make("Gemma3nForCausalLM", variant)
+
+
 class TestGranite(TransformersConformance):
     variants = variants_of("GraniteForCausalLM")
 

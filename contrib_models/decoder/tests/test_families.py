@@ -15,6 +15,8 @@ from toolkit_lm_devkit import Computed, hidden_states, load_checkpoint, logits_o
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
+# Their layers have embeddings of the tokens, beside those that are given.
+READ_TOKENS = {"Gemma3nForCausalLM"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,9 @@ def test_pipeline_stages(make, architecture, variant):
     assert_same_logprobs(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
-@pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
+@pytest.mark.parametrize(
+    ("architecture", "variant"), [case for case in FIRST_CASES if case[0] not in READ_TOKENS]
+)
 def test_embeddings_in_the_place_of_tokens(make, architecture, variant):
     """Embeddings, such as images', are used instead of the tokens. Later stages of a pipeline do
     not need them."""

@@ -7,6 +7,7 @@ MODELS = {
     "GPT2LMHeadModel": "gpt2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -22,7 +23,7 @@ MODELS = {
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, module in MODELS.items():
-        model_type = "gemma3_text" if module == "gemma3" else module
+        model_type = f"{module}_text" if module.startswith("gemma3") else module
         models.add(
             architecture, f"toolkit_lm_decoder.{module}:{architecture}", model_type=model_type
         )

@@ -112,12 +112,8 @@ class Gemma2Model(LlamaModel):
         )
 
 
-class Gemma2ForCausalLM(LlamaForCausalLM):
-    attention = Gemma2Attention
-    feed_forward = GemmaMLP
-    norm = GemmaRMSNorm
-    layer = Gemma2DecoderLayer
-    decoder = Gemma2Model
+class CappedForCausalLM(LlamaForCausalLM):
+    """A decoder whose logits pass a soft cap, where config.json states one."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -128,3 +124,11 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         return (
             logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
         )
+
+
+class Gemma2ForCausalLM(CappedForCausalLM):
+    attention = Gemma2Attention
+    feed_forward = GemmaMLP
+    norm = GemmaRMSNorm
+    layer = Gemma2DecoderLayer
+    decoder = Gemma2Model

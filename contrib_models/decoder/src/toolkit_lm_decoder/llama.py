@@ -174,13 +174,13 @@ class LlamaAttention(Bypassable):
 class LlamaMLP(Bypassable):
     """Gated feed-forward: x [T, H] -> [T, H]."""
 
-    seams = frozenset({"activation"})
+    seams = frozenset({"activation", "inner_size"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
         hidden_size = config.require("hidden_size", int)
-        inner_size = config.require("intermediate_size", int)
+        inner_size = self.inner_size(config, layer_index(prefix))
         bias = config.get("mlp_bias", bool, False)
         self.gate_up_proj = GatedColumnParallelLinear(
             hidden_size,
@@ -200,6 +200,9 @@ class LlamaMLP(Bypassable):
 
     def activation(self, config: HFConfig) -> str:
         return config.get("hidden_act", str, "silu")
+
+    def inner_size(self, config: HFConfig, layer: int) -> int:
+        return config.require("intermediate_size", int)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x))
@@ -334,7 +337,7 @@ class LlamaParts:
     feed_forward: ClassVar[Callable[..., nn.Module]] = LlamaMLP
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Norm class for hidden states."""
-    layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    layer: ClassVar[Callable[..., nn.Module]] = LlamaDecoderLayer
     decoder: ClassVar[type[LlamaModel]] = LlamaModel
     vllm_config: VllmConfig
 
