@@ -15,7 +15,7 @@ from toolkit_lm_devkit import Computed, hidden_states, load_checkpoint, logits_o
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
-# Their layers have embeddings of the tokens, beside those that are given.
+# Their layers have embeddings of tokens, and take none that are given.
 READ_TOKENS = {"Gemma3nForCausalLM"}
 
 

@@ -3,12 +3,18 @@
 import copy
 
 import torch
+from toolkit_lm_moe.gemma4 import Gemma4ForCausalLM
 from toolkit_lm_moe.gpt_oss import GptOssForCausalLM
+from toolkit_lm_moe.llama4 import Llama4ForCausalLM
 from toolkit_lm_moe.mixtral import MixtralForCausalLM
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeForCausalLM
 from transformers import (
+    Gemma4ForCausalLM as HFGemma4,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM as HFGptOss,
+    Llama4ForCausalLM as HFLlama4,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM as HFMixtral,
     Qwen3MoeConfig,
@@ -88,7 +94,57 @@ GPT_OSS = {
         "tie_word_embeddings": True,
     },
 }
+GEMMA4 = {
+    "experts, keys that are values": {
+        # The owner of the keys that the last layer reads is on the same one of two stages.
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 1,
+        "enable_moe_block": True,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+        # Of which all other scalings can be made.
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 1.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "dense, half of the layers shared": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 272,
+    },
+    "no embeddings of layers, none shared": {
+        "num_hidden_layers": 2,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+    },
+}
+LLAMA4 = {
+    "chunks, tuned": {"attention_chunk_size": WINDOW, "floor_scale": 16, "attn_scale": 0.4},
+    "dense between, no norms, one chunk": {
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 4,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "no_rope_layers": [1, 1, 0, 1],
+    },
+    "all layers chunked, 2 of 4": {
+        "num_experts_per_tok": 2,
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention"] * 2,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
 FAMILIES = {
+    "llama4": (Llama4ForCausalLM, LLAMA4),
+    "gemma4": (Gemma4ForCausalLM, GEMMA4),
     "mixtral": (MixtralForCausalLM, MIXTRAL),
     "qwen3_moe": (Qwen3MoeForCausalLM, QWEN3_MOE),
     "gpt_oss": (GptOssForCausalLM, GPT_OSS),
@@ -111,7 +167,46 @@ def make_gpt_oss(**changes):
     return HFGptOss(GptOssConfig(**shape)).eval()
 
 
-MAKERS = {"mixtral": make_mixtral, "qwen3_moe": make_qwen3_moe, "gpt_oss": make_gpt_oss}
+def make_gemma4(**changes):
+    layers = changes["num_hidden_layers"]
+    shape = {
+        **SHAPE,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        # What few dimensions give may be near zero, and is normed, rounding and all.
+        "hidden_size_per_layer_input": 48,
+        "vocab_size_per_layer_input": 272,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        **copy.deepcopy(changes),
+    }
+    del shape["num_local_experts"]
+    return HFGemma4(Gemma4TextConfig(**shape)).eval()
+
+
+def make_llama4(**changes):
+    shape = {
+        **SHAPE,
+        "head_dim": 16,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 80,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 8192,
+        **changes,
+    }
+    return HFLlama4(Llama4TextConfig(**shape)).eval()
+
+
+MAKERS = {
+    "llama4": make_llama4,
+    "gemma4": make_gemma4,
+    "mixtral": make_mixtral,
+    "qwen3_moe": make_qwen3_moe,
+    "gpt_oss": make_gpt_oss,
+}
 
 
 def make(family, variant):

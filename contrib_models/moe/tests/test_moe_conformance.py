@@ -1,7 +1,18 @@
 """All families through the whole engine: mixed lengths, a pool that makes it preempt, chunked
 prefill, shards, weight errors."""
 
-from moe_families import GPT_OSS, MIXTRAL, QWEN3_MOE, make_gpt_oss, make_mixtral, make_qwen3_moe
+from moe_families import (
+    GEMMA4,
+    GPT_OSS,
+    LLAMA4,
+    MIXTRAL,
+    QWEN3_MOE,
+    make_gemma4,
+    make_gpt_oss,
+    make_llama4,
+    make_mixtral,
+    make_qwen3_moe,
+)
 from toolkit_lm_devkit import TransformersConformance
 
 
@@ -24,3 +35,17 @@ class TestGptOss(TransformersConformance):
 
     def make_hf_model(self, **variant):
         return make_gpt_oss(**variant)
+
+
+class TestGemma4(TransformersConformance):
+    variants = GEMMA4
+
+    def make_hf_model(self, **variant):
+        return make_gemma4(**variant)
+
+
+class TestLlama4(TransformersConformance):
+    variants = LLAMA4
+
+    def make_hf_model(self, **variant):
+        return make_llama4(**variant)

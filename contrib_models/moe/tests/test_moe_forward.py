@@ -48,7 +48,8 @@ def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, mo
             super().__init__(*args, **kwargs)
             self.stacked = self.stack()
 
-    monkeypatch.setattr("toolkit_lm_moe.routed.RoutedExperts", Stacked)
+    for module in ("routed", "gemma4"):
+        monkeypatch.setattr(f"toolkit_lm_moe.{module}.RoutedExperts", Stacked)
     model_cls, theirs = checkpoint(family, variant, tmp_path)
     ours = load_checkpoint(model_cls, tmp_path)
     assert all(

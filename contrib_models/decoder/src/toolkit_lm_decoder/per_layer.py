@@ -320,12 +320,11 @@ class PerLayerModel(Gemma3Model):
         """The hidden states [T, H] that the last layer's output stands for."""
         return x
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
         positions: Tensor,
         *,
-        inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         embeddings: Tensor | None = None
@@ -333,7 +332,7 @@ class PerLayerModel(Gemma3Model):
             x = intermediate["hidden_states"]
             embeddings = intermediate.get("per_layer_inputs")
         else:
-            embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            embeds = self.embed_tokens(input_ids)
             embeddings = self.per_layer_inputs(input_ids, embeds) if self.size else None
             x = self.spread(embeds)
         split: Sequence[Tensor | None] = [None] * self.num_layers
@@ -355,6 +354,18 @@ class PerLayerForCausalLM(CappedForCausalLM):
     attention: ClassVar[type[nn.Module]] = SharedKVAttention
     norm = Float32RMSNorm
     decoder: ClassVar[type[LlamaModel]] = PerLayerModel
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
+        # No `inputs_embeds`: the layers' own embeddings are of tokens.
+        model = self.get_submodule("model")
+        out: Tensor | IntermediateTensors = model(input_ids, positions, intermediate=intermediate)
+        return out
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.get_submodule("model.embed_tokens")(input_ids)

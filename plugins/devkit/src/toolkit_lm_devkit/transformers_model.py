@@ -122,8 +122,12 @@ class TransformersConformance(ModelConformance):
         plain |= {
             key: value for key, value in (rope[kind] if kind else rope).items() if key in plain
         }
+        # Full-attention layers may have heads of their own size.
+        by_layer = (values.get("per_layer_config") or {}).values()
+        own = (layer["head_dim"] for layer in by_layer if "head_dim" in layer)
         heads = (
-            getattr(hf_model.config, "head_dim", None)
+            next(own, None)
+            or values.get("head_dim")
             or values["hidden_size"] // values["num_attention_heads"]
         )
         pairs = int(heads * plain["partial_rotary_factor"]) // 2
