@@ -1,7 +1,9 @@
 """Attention of one layer, by each backend in turn: microseconds per step, KV write included, and
 the ratio to the first backend.
 
-usage: python benchmarks/attention.py [--rounds 15] [--dtype bfloat16 float32]
+usage: python benchmarks/attention.py [--rounds 15] [--dtype bfloat16 float32] [--caches]
+
+--caches: the kernels `cpu` alone, with keys and values in the model's dtype, in int8 and in fp8.
 
 The steps go over the caches of twelve layers, so that keys come from memory, not from a core's
 cache.
@@ -44,6 +46,17 @@ STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
 """Name, rows, and (query heads, KV heads, head size)."""
 
 
+QUANTIZED_STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
+    *(
+        (f"decode, {rows} row{'s' * (rows > 1)} of {keys:,} keys", [(1, keys)] * rows, (16, 8, 128))
+        for rows in (1, 8)
+        for keys in (128, 2048, 8192)
+    ),
+    ("the last 512 of 2,048", [(512, 2048)], (16, 8, 128)),
+]
+CACHES = ("model", "int8", "fp8")
+
+
 class Case:
     """One step on one backend, ready to run."""
 
@@ -53,9 +66,12 @@ class Case:
         rows: Rows,
         shape: tuple[int, int, int],
         dtype: torch.dtype,
+        cache: str = "model",
     ) -> None:
         heads, kv_heads, size = shape
-        config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."), block_size=BLOCK_SIZE)
+        config = VllmConfig.default(
+            dtype=str(dtype).removeprefix("torch."), block_size=BLOCK_SIZE, kv_cache_dtype=cache
+        )
         layer = Attention(
             heads,
             size,
@@ -77,7 +93,7 @@ class Case:
         )
         layout = backend.page_layout(spec.kv_cache)
         self.caches = [
-            tuple(torch.randn(num_blocks, *one.shape).to(dtype) for one in layout)
+            tuple(_random(num_blocks, one.shape, getattr(torch, one.dtype)) for one in layout)
             for _ in range(LAYERS)
         ]
         packed = torch.randn(self.batch.num_tokens, heads + 2 * kv_heads, size).to(dtype)
@@ -93,6 +109,13 @@ class Case:
             self.backend.write_kv(call)
             self.backend.forward(call)
         return (time.perf_counter() - start) / LAYERS
+
+
+def _random(num_blocks: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Elements, codes or scales of pages."""
+    if dtype is torch.uint8 or dtype is torch.int8:
+        return torch.randint(0, 100, (num_blocks, *shape), dtype=dtype)
+    return torch.randn(num_blocks, *shape).to(dtype)
 
 
 def _batch(rows: Rows) -> BatchView:
@@ -119,13 +142,32 @@ def _batch(rows: Rows) -> BatchView:
     )
 
 
+def compare_caches(rounds: int, dtypes: Sequence[str]) -> None:
+    """Prints the times of quantized caches beside those of the model's dtype."""
+    print(f"| step | dtype | {', us | '.join(CACHES)}, us | ratios |\n| --- | --- {'| --- ' * 4}|")
+    for dtype in dtypes:
+        for name, rows, shape in QUANTIZED_STEPS:
+            cases = [Case(CpuBackend, rows, shape, getattr(torch, dtype), it) for it in CACHES]
+            times = [[case.seconds() for case in cases] for _ in range(rounds + 2)][2:]
+            plain, *others = (
+                1e6 * statistics.median(column) for column in zip(*times, strict=True)
+            )
+            columns = " | ".join(f"{time:.0f}" for time in (plain, *others))
+            ratios = ", ".join(f"{plain / other:.2f}x" for other in others)
+            print(f"| {name} | {dtype} | {columns} | {ratios} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--caches", action="store_true")
     args = parser.parse_args()
+    if args.caches:
+        compare_caches(args.rounds, args.dtype)
+        return
     print("| step | dtype | sdpa, us | cpu, us | ratio |\n| --- | --- | --- | --- | --- |")
     for dtype in args.dtype:
         for name, rows, shape in STEPS:
