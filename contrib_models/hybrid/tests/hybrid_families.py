@@ -32,7 +32,86 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 32,
 }
+MAMBA2 = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 0.1,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+GRANITE = {
+    **MAMBA2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
 VARIANTS = {
+    "BambaForCausalLM": {
+        "four groups": {**MAMBA2, "attn_layer_indices": [1]},
+        "one group, biases, tied": {
+            **MAMBA2,
+            "attn_layer_indices": [0],
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    "FalconH1ForCausalLM": {
+        "factors": {
+            **MAMBA2,
+            "mamba_d_ssm": 64,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 2.0,
+            "mlp_multipliers": [0.8, 0.6],
+            "key_multiplier": 0.5,
+            "attention_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.1,
+            "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.1],
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 0.6,
+        },
+        "normed, biases": {
+            **MAMBA2,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+            "mamba_proj_bias": True,
+        },
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "experts": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 4},
+        "dense, rotary": {**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    },
+    "Lfm2ForCausalLM": {
+        "adjusted": {
+            **{key: value for key, value in MAMBA2.items() if not key.startswith("mamba")},
+            "layer_types": ["conv", "full_attention"],
+            "intermediate_size": 60,
+            "block_multiple_of": 16,
+            "tie_word_embeddings": True,
+        },
+        "biases": {
+            **{key: value for key, value in MAMBA2.items() if not key.startswith("mamba")},
+            "layer_types": ["full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+    },
     "Qwen3NextForCausalLM": {
         "experts": {**QWEN3_NEXT, **EXPERTS},
         "some dense, tied": {

@@ -4,6 +4,10 @@ when it is selected."""
 from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
 
 MODELS = {
+    "BambaForCausalLM": "bamba",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "Lfm2ForCausalLM": "lfm2",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,9 +20,9 @@ from toolkit_lm_decoder.llama import (
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
-Mixers = Mapping[str, tuple[str, Callable[..., nn.Module]]]
-"""Kind of layer -> the name of its mixer in checkpoints, and its class. It takes x [T, H], and a
-Rotation if its name is "self_attn"."""
+Mixers = Mapping[str, Mapping[str, Callable[..., nn.Module]]]
+"""Kind of layer -> its mixers: name in checkpoints -> class. A mixer takes x [T, H], and a Rotation
+if its name is "self_attn". The results of several are summed."""
 
 
 def with_values(vllm_config: VllmConfig, **values: Any) -> VllmConfig:
@@ -31,6 +32,16 @@ def with_values(vllm_config: VllmConfig, **values: Any) -> VllmConfig:
     return vllm_config.with_checkpoint(
         msgspec.structs.replace(vllm_config.checkpoint, hf_config=hf_config)
     )
+
+
+def renamed(
+    weights: Iterable[tuple[str, Tensor]], renames: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights with their names replaced by `re.sub`, in order."""
+    for name, tensor in weights:
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        yield name, tensor
 
 
 def layer_kind(parts: type[HybridParts], config: HFConfig, layer: int) -> str:
@@ -54,16 +65,22 @@ class HybridLayer(nn.Module):
         config = HFConfig(vllm_config.hf_config)
         self.input_layernorm = norm_of(config, vllm_config, parts.norm)
         self.post_attention_layernorm = norm_of(config, vllm_config, parts.norm)
-        name, make = parts.mixers[layer_kind(parts, config, layer_index(prefix))]
-        self.mixer_name = name
-        self.add_module(name, make(vllm_config=vllm_config, prefix=join(prefix, name)))
+        mixers = parts.mixers[layer_kind(parts, config, layer_index(prefix))]
+        self.mixer_names = tuple(mixers)
+        for name, make in mixers.items():
+            self.add_module(name, make(vllm_config=vllm_config, prefix=join(prefix, name)))
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
         self.multiplier = parts.residual_multiplier(config)
 
     def mix(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """The mixer's result [T, H]."""
-        mixer = self.get_submodule(self.mixer_name)
-        out: Tensor = mixer(x, rotation) if self.mixer_name == "self_attn" else mixer(x)
+        """The mixers' result [T, H]."""
+        outputs = [self.mix_by(name, x, rotation) for name in self.mixer_names]
+        return outputs[0] if len(outputs) == 1 else sum(outputs[1:], outputs[0])
+
+    def mix_by(self, name: str, x: Tensor, rotation: Rotation) -> Tensor:
+        """The result [T, H] of the mixer of that name."""
+        mixer = self.get_submodule(name)
+        out: Tensor = mixer(x, rotation) if name == "self_attn" else mixer(x)
         return out
 
     def forward(
@@ -81,6 +98,16 @@ class HybridLayer(nn.Module):
         return x if self.multiplier == 1 else x * self.multiplier
 
 
+class NoRotation(nn.Module):
+    """A rotation that changes nothing: attention without positions."""
+
+    def forward(self, positions: Tensor) -> NoRotation:
+        return self
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return x
+
+
 class HybridModel(LlamaModel):
     """The embedding, the layers and the last norm."""
 
@@ -91,8 +118,14 @@ class HybridModel(LlamaModel):
         self.partial_rotary_factor = parts.partial_rotary_factor
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
 
-    def _rotary(self, config: HFConfig) -> RotaryEmbedding:
+    def rotates(self, config: HFConfig) -> bool:
+        """Whether attention has rotary positions."""
+        return True
+
+    def _rotary(self, config: HFConfig) -> nn.Module:  # type: ignore[override]
         values = {"partial_rotary_factor": self.partial_rotary_factor, **config.values}
+        if not self.rotates(config):
+            return NoRotation()
         return RotaryEmbedding(
             RopeParameters.read(HFConfig(values), head_size_of(config)),
             vllm_config=self.vllm_config,
@@ -126,3 +159,12 @@ class HybridParts(LlamaParts):
 
 class HybridForCausalLM(HybridParts, LlamaForCausalLM):
     """A hybrid decoder and its language-modeling head."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        values = self.values(HFConfig(vllm_config.hf_config))
+        super().__init__(vllm_config=with_values(vllm_config, **values), prefix=prefix)
+
+    @classmethod
+    def values(cls, config: HFConfig) -> dict[str, Any]:
+        """What config.json states by other names than Llama's."""
+        return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.model import Shard, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,6 +27,9 @@ class GatedRMSNorm(nn.Module):
         self.group = group
         self.eps = eps
         self.gate_first = gate_first
+        self.parallel = vllm_config.parallel
+        # A group that ranks share needs the sum of all their squares.
+        self.is_shared = group > shard.size
         self.dtype = torch_dtype(vllm_config.model.dtype)
         self.weight = new_parameter((shard.size,), self.dtype, ShardLoader((shard,)))
 
@@ -35,7 +39,10 @@ class GatedRMSNorm(nn.Module):
         gate = F.silu(gate.float())
         if self.gate_first:
             x = x * gate
-        pieces = x.view(*x.shape[:-1], -1, self.group)
-        scale = torch.rsqrt(pieces.square().mean(-1, keepdim=True) + self.eps)
+        pieces = x.view(*x.shape[:-1], -1, min(self.group, x.shape[-1]))
+        squares = pieces.square().sum(-1, keepdim=True)
+        if self.is_shared:
+            squares = tensor_parallel_group(self.parallel).all_reduce(squares)
+        scale = torch.rsqrt(squares / self.group + self.eps)
         x = (pieces * scale).flatten(-2) * self.weight.float()
         return (x if self.gate_first else x * gate).to(self.dtype)

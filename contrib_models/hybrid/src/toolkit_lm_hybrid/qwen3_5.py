@@ -16,7 +16,7 @@ from toolkit_lm_hybrid.qwen3_next import Qwen3NextForCausalLM
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):  # noqa: N801
     packed = {**Qwen3NextForCausalLM.packed, "in_proj_ba": ("in_proj_b", "in_proj_a")}
     mixers = {
-        "linear_attention": ("linear_attn", GatedDeltaNet),
-        "full_attention": ("self_attn", GatedAttention),
+        "linear_attention": {"linear_attn": GatedDeltaNet},
+        "full_attention": {"self_attn": GatedAttention},
     }
     feed_forward: ClassVar[Callable[..., nn.Module]] = LlamaMLP

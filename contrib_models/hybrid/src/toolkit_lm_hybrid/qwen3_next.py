@@ -47,8 +47,8 @@ class SharedExpertBlock(Qwen3MoeBlock):
 class Qwen3NextForCausalLM(HybridForCausalLM):
     ignored = (r"rotary_emb\.inv_freq$|^mtp\.",)
     mixers = {
-        "linear_attention": ("linear_attn", GroupedGatedDeltaNet),
-        "full_attention": ("self_attn", GatedAttention),
+        "linear_attention": {"linear_attn": GroupedGatedDeltaNet},
+        "full_attention": {"self_attn": GatedAttention},
     }
     norm = GemmaRMSNorm
     partial_rotary_factor = 0.25
