@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = (*_E2M1, *(-value for value in _E2M1))
@@ -42,11 +43,13 @@ def unit(bits: int, word: int = 32) -> tuple[int, int]:
 
 def unpack(stored: Tensor, bits: int) -> Tensor:
     """Codes [..., M * 8 / bits] uint8 of bytes or words [..., M] in which they follow each other,
-    the first in the lowest bits."""
+    the first in the lowest bits. The last word may hold a part of a code, which is then one too."""
     data = stored.contiguous().view(torch.uint8)
     if bits == 8:
         return data
     count, size = unit(bits, 8)
+    if data.shape[-1] % size:
+        data = F.pad(data, (0, -data.shape[-1] % size))
     data = data.view(*data.shape[:-1], -1, size)
     codes = []
     for code in range(count):
