@@ -12,7 +12,7 @@ native    equal, by a class of this repository
 fallback  equal, by the class of transformers
 refused   refused when it is loaded, with a reason
 differs   other tokens or vectors than those of transformers
-fails     an error that is no refusal
+fails     another error than a refusal
 hangs     120 seconds of CPU time did not do
 unbuilt   the recipes make no model of it, or transformers alone cannot run it
 
@@ -29,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
 import contextlib
+import fcntl
 import importlib
 import json
 import multiprocessing
@@ -62,7 +63,11 @@ MAPPINGS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "masked": {
+        model_type: name
+        for model_type, name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()
+        if name not in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    },
     "embedding": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -70,7 +75,7 @@ MAPPINGS = {
 }
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "encoder-decoder": {"decoder_start_token_id": 3},
-    "classification": {"num_labels": 3},
+    "classification": {"num_labels": 3, "decoder_start_token_id": 3},
 }
 """Fields of config.json, by mapping."""
 LENGTHS = (5, 17, 33, 3, 1)
@@ -173,7 +178,9 @@ class Generation:
         params = SamplingParams(
             temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=recipes.VOCAB_SIZE
         )
-        with LLM(str(folder), max_logprobs=recipes.VOCAB_SIZE, **OPTIONS, **STEPS) as llm:
+        # Tokens that a checkpoint forces or forbids are not the model's.
+        options = {"max_logprobs": recipes.VOCAB_SIZE, "generation_config": "none"}
+        with LLM(str(folder), **options, **OPTIONS, **STEPS) as llm:
             outputs = llm.generate(
                 [self.request(prompt) for prompt in prompts()], params, use_tqdm=False
             )
@@ -219,9 +226,11 @@ class Pooling:
     """Classes that give hidden states or logits of a prompt."""
 
     params = PoolingParams(task="token_embed", normalize=False)
+    end: tuple[int, ...] = ()
+    """Tokens after each prompt."""
 
     def plain(self, model: Any) -> None:
-        self.vectors(model, [5, 6, 7])
+        self.vectors(model, [5, 6, 7, *self.end])
 
     @torch.inference_mode()
     def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
@@ -232,7 +241,9 @@ class Pooling:
     def engine(self, folder: Path) -> list[torch.Tensor]:
         with LLM(str(folder), **OPTIONS) as llm:
             outputs = llm.encode(
-                [{"prompt_token_ids": prompt} for prompt in prompts()], self.params, use_tqdm=False
+                [{"prompt_token_ids": [*prompt, *self.end]} for prompt in prompts()],
+                self.params,
+                use_tqdm=False,
             )
         for output in outputs:
             if output.error is not None:
@@ -241,7 +252,7 @@ class Pooling:
 
     def compare(self, model: Any, ours: list[torch.Tensor]) -> None:
         for prompt, found in zip(prompts(), ours, strict=True):
-            reference = self.vectors(model, prompt)
+            reference = self.vectors(model, [*prompt, *self.end])
             assert found.shape == reference.shape, (
                 f"shape {list(found.shape)}, not {list(reference.shape)}"
             )
@@ -254,6 +265,8 @@ class Classification(Pooling):
     """Classes with a classifier of sequences."""
 
     params = PoolingParams(task="classify", use_activation=False)
+    end = (1,)
+    """Encoder-decoder classifiers read the end of the text."""
 
     @torch.inference_mode()
     def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
@@ -285,6 +298,8 @@ def reason_of(error: ToolkitError) -> str:
     text = " ".join(str(error).split())
     if found := re.search(r"The fallback 'transformers' cannot run it: (.*?)\. [A-Z`]", text):
         text = found[1]
+    if found := re.search(r"'transformers_pooling' cannot run it: (.*?)\. [A-Z`]", str(error)):
+        text = found[1] if "is not a" in text else text
     return re.sub(r"'/[^']*'", "...", text)[:160]
 
 
@@ -349,16 +364,25 @@ def stored() -> dict[str, list[str]]:
 
 
 def write(results: Mapping[str, Outcome]) -> None:
-    """Replaces these classes' committed results, and drops those that transformers lacks."""
+    """Replaces these classes' committed results, and drops those that transformers lacks. Several
+    processes may do so at a time."""
+    with (Path(tempfile.gettempdir()) / "toolkit-lm-coverage.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _write(results)
+
+
+def _write(results: Mapping[str, Outcome]) -> None:
     known = {case.key for case in cases()}
     merged = {**stored(), **{key: list(outcome) for key, outcome in results.items()}}
     lines = ",\n".join(
         f"{json.dumps(key)}: {json.dumps(merged[key])}" for key in sorted(known & merged.keys())
     )
-    RESULTS.write_text(
+    made = RESULTS.with_suffix(".new")
+    made.write_text(
         f'{{"transformers": "{transformers.__version__}",\n"classes": {{\n{lines}\n}}}}\n',
         encoding="utf-8",
     )
+    made.replace(RESULTS)
 
 
 def spread(chosen: list[Case], count: int) -> list[Case]:

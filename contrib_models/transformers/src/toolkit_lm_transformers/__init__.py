@@ -7,6 +7,11 @@ from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     models.add_fallback("transformers", "toolkit_lm_transformers.model:TransformersForCausalLM")
+    models.add_fallback(
+        "transformers_pooling",
+        "toolkit_lm_transformers.pooling:TransformersForPooling",
+        runner="pooling",
+    )
 
 
 @hookimpl

@@ -54,14 +54,7 @@ def read_config(vllm_config: VllmConfig) -> Any:
             raise UnsupportedError(
                 f"config.json's model_type {model_type!r} does not belong to {name}"
             )
-        # A class of transformers goes before code of the checkpoint, trusted or not.
-        own = {key: value for key, value in values.items() if key != "auto_map"}
-
-        def made() -> Any:
-            config_class = transformers.CONFIG_MAPPING[model_type]
-            return config_class.from_dict(config_class._decode_special_floats(own))
-
-        return _understood(made, "read its config.json")
+        return read_by_class(values, name)
     if hasattr(transformers, name):
         raise UnsupportedError(f"{name} of transformers is not a causal language model")
     if "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
@@ -80,7 +73,24 @@ def read_config(vllm_config: VllmConfig) -> Any:
             path, trust_remote_code=True
         )
 
-    return _understood(read, "read its config.json")
+    return understood(read, "read its config.json")
+
+
+def read_by_class(values: dict[str, Any], name: str) -> Any:
+    """The config of a class of transformers. Raises UnsupportedError where transformers cannot read
+    it.
+
+    A class of transformers goes before code of the checkpoint, trusted or not.
+    """
+    model_type = values.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise UnsupportedError(f"config.json's model_type {model_type!r} does not belong to {name}")
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    own = {key: value for key, value in values.items() if key != "auto_map"}
+    return understood(
+        lambda: config_class.from_dict(config_class._decode_special_floats(own)),
+        "read its config.json",
+    )
 
 
 def build(
@@ -103,7 +113,9 @@ def examine(vllm_config: VllmConfig) -> Examined:
     """Examines the checkpoint's model. Raises UnsupportedError, with the reason, if it cannot run
     here."""
     config = read_config(vllm_config)
-    _check_config(config, vllm_config)
+    check_config(config, vllm_config)
+    if config.is_encoder_decoder:
+        raise UnsupportedError("it is an encoder-decoder model")
     try:
         return _on_paged_attention(config, vllm_config)
     except _OwnAttentionError as error:
@@ -121,14 +133,12 @@ def _on_paged_attention(config: Any, vllm_config: VllmConfig) -> Examined:
     _check_layer_types(config)
     with torch.device("meta"):
         # In bfloat16, as the products of grouped experts have no other shapes to compute.
-        model = _understood(
-            lambda: build(config, torch.bfloat16, trust, EXAMINED), "make the model"
-        )
+        model = understood(lambda: build(config, torch.bfloat16, trust, EXAMINED), "make the model")
     _check_model(model)
-    hidden_states = _understood(lambda: _run(model), "run the model on shapes alone")
+    hidden_states = understood(lambda: _run(model), "run the model on shapes alone")
     calls = dict(_attention_calls(model))
     _check_layers(config.get_text_config(), list(calls.values()))
-    _understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
+    understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
     return Examined(calls, first_position(model))
 
 
@@ -136,19 +146,19 @@ def _layout(config: Any, vllm_config: VllmConfig, refusal: str) -> CacheLayout:
     """What a decoder that attends by its own code keeps of a sequence. Raises UnsupportedError,
     which begins with `refusal`."""
     trust = vllm_config.model.trust_remote_code
-    dtype = torch_dtype(vllm_config.model.dtype)
+    # A checkpoint is examined before its dtype is known, too: what is kept is of the same kind.
+    known = vllm_config.model.dtype
+    dtype = torch.float32 if known == "auto" else torch_dtype(known)
     try:
         with torch.device("meta"):
-            model = _understood(
-                lambda: build(config, torch.bfloat16, trust, None), "make the model"
-            )
+            model = understood(lambda: build(config, torch.bfloat16, trust, None), "make the model")
         whole = not _has_apart_head(model)
         try:
-            return _understood(  # type: ignore[no-any-return]
+            return understood(  # type: ignore[no-any-return]
                 lambda: find_layout(model, dtype, whole), "run the model on shapes alone"
             )
-        except UnsupportedError:
-            return recomputing(model, whole)
+        except UnsupportedError as error:
+            return recomputing(model, whole, str(error))
     except UnsupportedError as error:
         raise UnsupportedError(f"{refusal}; and by its own attention: {error}") from error
 
@@ -161,7 +171,7 @@ def _has_apart_head(model: Any) -> bool:
     size = head.weight.shape[1]
     hidden_states = torch.empty(1, 2, size, dtype=torch.bfloat16, device="meta")
     try:
-        _understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
+        understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
     except UnsupportedError:
         return False
     return True
@@ -176,7 +186,7 @@ def first_position(model: Any) -> int:
     return 0
 
 
-def _understood(action: Any, step: str) -> Any:
+def understood(action: Any, step: str) -> Any:
     """The result of `action`, which runs code of transformers, or of the checkpoint, on a config
     that it may not be made for."""
     try:
@@ -190,13 +200,11 @@ def _understood(action: Any, step: str) -> Any:
         ) from error
 
 
-def _check_config(config: Any, vllm_config: VllmConfig) -> None:
+def check_config(config: Any, vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel
     text = config.get_text_config()
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         raise UnsupportedError("models of transformers run on one rank")
-    if config.is_encoder_decoder:
-        raise UnsupportedError("it is an encoder-decoder model")
     if getattr(config, "quantization_config", None):
         raise UnsupportedError("its weights are quantized")
     if ropes := sorted(

@@ -53,11 +53,13 @@ class CacheLayout(NamedTuple):
     computes all tokens in each step. Then the tokens' ids are kept."""
     entries: tuple[Entry, ...]
     facts: tuple[Mapping[str, Any], ...]
-    """By layer: the attributes of its cache that are no tensors, after a forward pass."""
+    """By layer: the attributes of its cache beside tensors, after a forward pass."""
     width: int
     """Numbers of a token in the result."""
     whole: bool = False
     """The model computes logits: its decoder cannot be told from its head."""
+    why_recomputed: str = ""
+    """Why pages cannot hold its cache."""
 
     def entries_of(self, *, tokens: bool) -> list[Entry]:
         """Those of tokens, or the states."""
@@ -75,17 +77,7 @@ def find_layout(model: Any, dtype: torch.dtype, whole: bool) -> CacheLayout:
     state."""
     argument = cache_argument(model)
     runner = _runner(model, whole)
-    results = []
-    for sizes in _RUNS:
-        tokens = torch.zeros(*sizes, dtype=torch.long, device="meta")
-        results.append(
-            runner(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                use_cache=True,
-                **{argument: new_cache(model.config)},
-            )
-        )
+    results = [_cached(runner, argument, model.config, sizes) for sizes in _RUNS]
     small, large = (getattr(result, argument, None) for result in results)
     if not isinstance(small, DynamicCache) or not isinstance(large, DynamicCache):
         raise UnsupportedError(f"it keeps a cache of its own, {type(small).__name__}")
@@ -108,14 +100,29 @@ def find_layout(model: Any, dtype: torch.dtype, whole: bool) -> CacheLayout:
     return CacheLayout(argument, tuple(entries), tuple(facts), width, whole)
 
 
-def recomputing(model: Any, whole: bool) -> CacheLayout:
-    """The layout of a model that computes all tokens in each step. Raises UnsupportedError where
-    the size of its hidden states is unknown."""
+def _cached(runner: Any, argument: str, config: Any, sizes: tuple[int, int]) -> Any:
+    """Result of a forward pass with a cache. Some code reads a mask's values, which shapes lack;
+    without a mask, other code reads the tokens'."""
+    tokens = torch.zeros(*sizes, dtype=torch.long, device="meta")
+    try:
+        return runner(input_ids=tokens, use_cache=True, **{argument: new_cache(config)})
+    except RuntimeError:
+        return runner(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            use_cache=True,
+            **{argument: new_cache(config)},
+        )
+
+
+def recomputing(model: Any, whole: bool, why: str) -> CacheLayout:
+    """The layout of a model that computes all tokens in each step, and the reason for that. Raises
+    UnsupportedError where the size of its hidden states is unknown."""
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedError("transformers does not know its head")
     width = head.weight.shape[0 if whole else 1]
-    return CacheLayout(None, (IDS,), (), width, whole)
+    return CacheLayout(None, (IDS,), (), width, whole, why)
 
 
 def _runner(model: Any, whole: bool) -> Any:
@@ -170,7 +177,7 @@ def _entry(layer: int, attribute: str, key: int | None, small: Tensor, large: Te
 
 
 def _facts(one: Any, other: Any) -> dict[str, Any]:
-    """Attributes of a layer that are no tensors, and the same for any number of tokens."""
+    """Attributes of a layer beside tensors, the same for any number of tokens."""
     found = {}
     for attribute, value in vars(one).items():
         plain = _plain(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,8 @@ from toolkit_lm_transformers.examine import build, examine, read_config
 from toolkit_lm_transformers.head import decoder_of, without_decoder
 from toolkit_lm_transformers.sequences import Decoder
 from toolkit_lm_transformers.uninitialized import Uninitialized
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = 300.0
 """Longest time for making a model, and for computing a few tokens."""
@@ -78,6 +81,13 @@ class TransformersForCausalLM(FallbackModel):
             self._decode = decoder.__call__
             self._project = without_decoder(model).__call__
         self.past_key_values: Decoder | None = None
+        if layout is not None and layout.why_recomputed:
+            logger.warning(
+                "%s computes all tokens of a sequence in each step, so that work grows with the "
+                "square of the length: %s",
+                type(model).__name__,
+                layout.why_recomputed,
+            )
         if layout is not None:
             self.past_key_values = Decoder(
                 layout, model.config, vllm_config=vllm_config, prefix=prefix

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit_lm_transformers.layout import CacheLayout, Entry, Sequences, widths
 from toolkit_lm_transformers.spec import StatesSpec, TokensSpec
 
-_ONE_BY_ONE = ("mamba", "falcon_mamba", "zamba")
+_ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Types whose code of transformers takes one token at a time after the first step."""
 
 
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     slots: Tensor
     """Slot of each token [T]."""
     live: list[int]
-    """Rows that are no padding."""
+    """Rows other than padding."""
 
 
 class PageBackend(CacheBackend):
