@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from toolkit_lm.config import VllmConfig
@@ -113,7 +113,7 @@ class FalconH1ForCausalLM(HybridForCausalLM):
     )
     mixers = {"hybrid": {"mamba": FalconH1Mixer, "self_attn": FalconH1Attention}}
     feed_forward = FalconH1MLP
-    layer = FalconH1Layer  # type: ignore[assignment]
+    layer: ClassVar[Any] = FalconH1Layer
     decoder = FalconH1Model
 
     @classmethod
