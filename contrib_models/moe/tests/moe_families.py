@@ -104,7 +104,7 @@ GEMMA4 = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "final_logit_softcapping": 3.0,
-        # Of which all other scalings can be made.
+        # All other scalings can be made of it.
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
@@ -175,7 +175,7 @@ def make_gemma4(**changes):
         "global_head_dim": 24,
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        # What few dimensions give may be near zero, and is normed, rounding and all.
+        # Sums over few dimensions may be near zero, and are normed, rounding and all.
         "hidden_size_per_layer_input": 48,
         "vocab_size_per_layer_input": 272,
         "num_experts": 4,

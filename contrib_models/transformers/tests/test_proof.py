@@ -67,7 +67,8 @@ def test_a_wrong_first_position_of_roberta_is_seen(tmp_path, monkeypatch):
 )
 def test_a_model_that_agrees_is_started(tmp_path, dtype, options):
     save("gpt_bigcode" if "runner" in options else "roberta", tmp_path, dtype=getattr(torch, dtype))
-    start(tmp_path, dtype=dtype, **options)
+    llm = start(tmp_path, dtype=dtype, **options)
+    assert llm.llm_engine.config.max_model_len >= options.get("max_model_len", 5)
 
 
 def test_positions_that_begin_later_are_reserved(tmp_path):

@@ -95,7 +95,8 @@ class Llama4Attention(LlamaAttention):
             turned = rotation.rotate(turned.float()).to(x.dtype)
             turned = turned if self.qk_norm is None else self.qk_norm(turned)
         num_heads = self.qkv_proj.num_heads
-        q, k = turned[:, :num_heads], turned[:, num_heads:]
+        q = turned[:, :num_heads]
+        k = turned[:, num_heads:]
         if isinstance(rotation, Temperature) and rotation.factors is not None:
             q = (q * rotation.factors).to(q.dtype)
         return q.flatten(1), k.flatten(1), qkv[:, self.rotated_size :]
@@ -131,7 +132,9 @@ class Llama4Model(LlamaModel):
         parameters = RopeParameters.read(config, head_size_of(config))
         return RotaryEmbedding(parameters, interleaved=True, vllm_config=of_floats)
 
-    def rotations(self, positions: Tensor) -> list[Rotation | Temperature]:  # type: ignore[override]
+    def rotations(  # type: ignore[override]
+        self, positions: Tensor
+    ) -> list[Rotation | Temperature]:
         config = HFConfig(self.vllm_config.hf_config)
         factors = None
         if config.get("attn_temperature_tuning", bool, True):

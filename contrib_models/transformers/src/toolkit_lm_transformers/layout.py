@@ -83,9 +83,9 @@ def find_layout(model: Any, dtype: torch.dtype, whole: bool) -> CacheLayout:
         raise UnsupportedError(f"it keeps a cache of its own, {type(small).__name__}")
     entries: list[Entry] = []
     facts: list[Mapping[str, Any]] = []
-    for index, (one, other) in enumerate(zip(small.layers, large.layers, strict=True)):
-        tensors = dict(_tensors(one))
-        others = dict(_tensors(other))
+    for index, (layer, longer) in enumerate(zip(small.layers, large.layers, strict=True)):
+        tensors = dict(_tensors(layer))
+        others = dict(_tensors(longer))
         for (attribute, key), tensor in tensors.items():
             entry = _entry(index, attribute, key, tensor, others[attribute, key])
             if entry.dtype is torch.bfloat16:
@@ -93,7 +93,7 @@ def find_layout(model: Any, dtype: torch.dtype, whole: bool) -> CacheLayout:
             if entry.dtype not in _DTYPES:
                 raise UnsupportedError(f"its cache holds {attribute!r} in {entry.dtype}")
             entries.append(entry)
-        facts.append(_facts(one, other))
+        facts.append(_facts(layer, longer))
     if not entries:
         raise UnsupportedError("its layers keep nothing in transformers' cache")
     width = (results[0].logits if whole else results[0][0]).shape[-1]
@@ -176,14 +176,14 @@ def _entry(layer: int, attribute: str, key: int | None, small: Tensor, large: Te
     return Entry(layer, attribute, key, axis, tuple(shape), small.dtype)
 
 
-def _facts(one: Any, other: Any) -> dict[str, Any]:
+def _facts(layer: Any, longer: Any) -> dict[str, Any]:
     """Attributes of a layer beside tensors, the same for any number of tokens."""
     found = {}
-    for attribute, value in vars(one).items():
+    for attribute, value in vars(layer).items():
         plain = _plain(value)
-        if plain != _plain(vars(other)[attribute]):
+        if plain != _plain(vars(longer)[attribute]):
             raise UnsupportedError(
-                f"{attribute!r} of {type(one).__name__} in its cache depends on the tokens"
+                f"{attribute!r} of {type(layer).__name__} in its cache depends on the tokens"
             )
         found[attribute] = plain
     return found
@@ -247,7 +247,9 @@ class Sequences:
         else:
             getattr(layer, entry.attribute)[entry.key] = value
 
-    def take(self, cache: DynamicCache, start: int, *, tokens: bool) -> dict[torch.dtype, Tensor]:
+    def entries_from(
+        self, cache: DynamicCache, start: int, *, tokens: bool
+    ) -> dict[torch.dtype, Tensor]:
         """Entries of the tokens from `start` on [B, T, width], or the states [B, width]."""
         parts: dict[torch.dtype, list[Tensor]] = {}
         for entry in self.layout.entries_of(tokens=tokens):

@@ -142,9 +142,9 @@ class Decoder(PageLayer):
                 input_ids[piece], use_cache=True, **{self.layout.argument: cache}
             ).to(out.dtype)
         for holder in of_tokens:
-            _write_tokens(holder, index, sequences.take(cache, start, tokens=True))
+            _write_tokens(holder, index, sequences.entries_from(cache, start, tokens=True))
         for holder in of_states:
-            _write_states(holder, members, sequences.take(cache, start, tokens=False))
+            _write_states(holder, members, sequences.entries_from(cache, start, tokens=False))
 
     def _recompute(
         self, input_ids: Tensor, out: Tensor, start: int, members: list[int], index: Tensor
