@@ -37,6 +37,8 @@ def test_vectors_of_tokens(model_type, architecture, tmp_path):
     [
         ("gpt_neox", "GPTNeoXForSequenceClassification"),
         ("bart", "BartForSequenceClassification"),
+        # It has a pooler between the hidden states and the classifier.
+        ("deberta", "DebertaForSequenceClassification"),
     ],
 )
 def test_logits_of_a_classifier(model_type, architecture, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -34,6 +34,8 @@ from toolkit_lm_transformers.examine import check_config, read_by_class, underst
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
 _SECONDS = 300.0
+_OWN_POOLER = "own_pooler"
+"""Name of the child `pooler` of a model of transformers: `pooler` is the engine's own."""
 _KINDS: Mapping[str, Mapping[str, Any]] = {
     "embedding": {
         **auto.MODEL_MAPPING_NAMES,
@@ -101,8 +103,13 @@ class TransformersForPooling(FallbackModel):
         dtype = torch_dtype(vllm_config.model.dtype)
         with deadline(_SECONDS, "make the model"), Uninitialized():
             model = getattr(transformers, name)._from_config(config, dtype=dtype).eval()
+        # Hidden states do not pass through a pooler, logits may.
+        self._reads_pooler = "classification" in self.kind
         for child_name, child in model.named_children():
-            self.add_module(child_name, child)
+            if child_name != "pooler":
+                self.add_module(child_name, child)
+            elif self._reads_pooler:
+                self.add_module(_OWN_POOLER, child)
         for own, parameter in model.named_parameters(recurse=False):
             self.register_parameter(own, parameter)
         for own, buffer in model.named_buffers(recurse=False):
@@ -111,8 +118,6 @@ class TransformersForPooling(FallbackModel):
         self._has_types = _has_types(model, self.kind)
         reads_end = self.kind == "classification" and config.is_encoder_decoder
         self._end: int | None = config.eos_token_id if reads_end else None
-        # Ours has that name. Theirs follows the hidden states, which are all that is read.
-        self._passes_over = "pooler." if "pooler" in model._modules else None
         self._convert = Conversion(model)
         self.whole_model = WholeModel(width, join(prefix, "whole_model"))
         self.whole_model.compute_rows = self._rows
@@ -159,10 +164,15 @@ class TransformersForPooling(FallbackModel):
         return _values(result, self.kind, length)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        kept = self._convert(weights)
-        if self._passes_over is not None:
-            kept = (item for item in kept if not item[0].startswith(self._passes_over))
-        return super().load_weights(kept)
+        return super().load_weights(self._named(self._convert(weights)))
+
+    def _named(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors by their names here, without those of a pooler that is not read."""
+        for name, tensor in weights:
+            if not name.startswith("pooler."):
+                yield name, tensor
+            elif self._reads_pooler:
+                yield name.replace("pooler", _OWN_POOLER, 1), tensor
 
 
 def _examine(vllm_config: VllmConfig) -> tuple[str, int, Any]:
