@@ -18,7 +18,7 @@ QWEN3_NEXT = {
     "max_position_embeddings": 256,
     # A random query and key are often nearly orthogonal: the norm of what a layer reads would make
     # the rounding of both sides a visible difference.
-    "rms_norm_eps": 0.2,
+    "rms_norm_eps": 0.4,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
