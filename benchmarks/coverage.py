@@ -74,8 +74,19 @@ MAPPINGS = {
     "CTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
 }
 CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "encoder-decoder": {"decoder_start_token_id": 3},
-    "classification": {"num_labels": 3, "decoder_start_token_id": 3},
+    # Tokens that a checkpoint forces are not the model's.
+    "encoder-decoder": {
+        "decoder_start_token_id": 3,
+        "forced_bos_token_id": None,
+        "forced_eos_token_id": None,
+    },
+    "classification": {
+        "num_labels": 3,
+        "decoder_start_token_id": 3,
+        # MPNet takes token 1 for padding, whatever its config says.
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+    },
 }
 """Fields of config.json, by mapping."""
 LENGTHS = (5, 17, 33, 3, 1)
@@ -265,7 +276,7 @@ class Classification(Pooling):
     """Classes with a classifier of sequences."""
 
     params = PoolingParams(task="classify", use_activation=False)
-    end = (1,)
+    end = (0,)
     """Encoder-decoder classifiers read the end of the text."""
 
     @torch.inference_mode()
@@ -289,7 +300,7 @@ RUNS = {
 def brief(error: BaseException) -> str:
     """One line of an error."""
     text = " ".join(str(error).split())
-    text = re.sub(r"'/[^']*'", "...", text)
+    text = without_folders(text)
     return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
 
 
@@ -300,7 +311,11 @@ def reason_of(error: ToolkitError) -> str:
         text = found[1]
     if found := re.search(r"'transformers_pooling' cannot run it: (.*?)\. [A-Z`]", str(error)):
         text = found[1] if "is not a" in text else text
-    return re.sub(r"'/[^']*'", "...", text)[:160]
+    return without_folders(text)[:160]
+
+
+def without_folders(text: str) -> str:
+    return re.sub(r"(?<=\s)/\S+/", "", re.sub(r"'/[^']*'", "...", text))
 
 
 def _child(case: Case, sender: Any) -> None:

@@ -127,6 +127,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "text_config": PLAIN_QWEN2,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "kimi_linear": {
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **MLA,
+    },
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "mamba2": {"num_heads": 8},
     "moss_transcribe_diarize": {"text_config": PLAIN_QWEN2, "audio_config": WHISPER},
@@ -195,7 +201,14 @@ def build(model_type: str, architecture: str, **changes: Any) -> Any:
         raise ValueError(f"its recipe gives it {num_parameters} parameters")
     torch.manual_seed(0)
     model = model_class(config)
+    computed = {
+        name: model.get_parameter(name).clone() for name in model._keys_to_ignore_on_save or ()
+    }
     randomize(model)
+    with torch.no_grad():
+        # A checkpoint does not hold what a model computes, as sinusoidal positions.
+        for name, values in computed.items():
+            model.get_parameter(name).copy_(values)
     return model.eval()
 
 
