@@ -28,7 +28,8 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import randomize
 
 MODELS = Plugins.load(PluginsConfig(plugins=["decoder", "moe"])).models
-OWN = {entry.model_type: "auto" for entry in MODELS.entries()}
+# A model without a head names no type.
+OWN = {entry.model_type: "auto" for entry in MODELS.entries() if entry.model_type is not None}
 FALLBACK = {"stablelm": "transformers", "gpt_neox": "transformers", "llama": "transformers"}
 PROMPT = [5, 17, 33, 99, 120, 7, 44, 60]
 TEXT = {
