@@ -65,7 +65,7 @@ def compilations(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(compiler_module, "compile_part", compile_part)
-    monkeypatch.setattr(compiler_module, "instructions_here", list)
+    monkeypatch.setattr(compiler_module, "instructions_here", dict)
     monkeypatch.setattr(
         compiler_module, "load_part", lambda folder, *_: (folder / "aotautograd" / "code").read_text
     )

@@ -65,13 +65,14 @@ CHOSEN = [one for one in DECODERS if one[0] == "OPTForCausalLM"]
 def test_decoders(tmp_path, case, backend):
     architecture, variant = case
     decoder_families.make_family(architecture, variant, tmp_path)
-    compiler = compiled(
-        load_checkpoint(decoder_families.our_class(architecture), tmp_path, max_model_len=96),
-        backend=backend,
-    )
+    model = load_checkpoint(decoder_families.our_class(architecture), tmp_path, max_model_len=96)
+    compiler = compiled(model, backend=backend)
     check(compiler)
     [program] = compiler._programs.values()
-    assert len(program.plan.parts) == 4 and len(set(program.plan.parts)) == 3
+    assert len(program.plan.parts) == len(model.model.layers) + 1
+    # Layers are alike, but where some read the keys of others.
+    is_alike = architecture != "Gemma3nForCausalLM"
+    assert len(set(program.plan.parts)) == 3 or not is_alike
 
 
 def mixture(family, folder, variant=None, **options):

@@ -267,7 +267,7 @@ class InductorCompiler(ModelCompiler):
             plans=[split.plan for split in splits],
             bands=[str(band) for band in self._bands],
             # g++ takes many seconds to test them, and code for a GPU has none.
-            instructions=instructions_here() if config.device.device == "cpu" else [],
+            instructions=instructions_here() if config.device.device == "cpu" else {},
         )
 
     def _traced(self, config: VllmConfig) -> tuple[list[Split], set[str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,12 +126,13 @@ def is_kept(folder: Path) -> bool:
     return found.is_dir() and len(list(found.iterdir())) == 1
 
 
-def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) -> Compiled:
+def load_part(folder: Path, instructions: dict[str, str], patches: dict[str, Any]) -> Compiled:
     """Loads the code that `compile_part` left in a folder, without a compiler. Raises any error if
     it is damaged.
 
-    `instructions`: vector instructions of the process that compiled. The key ensures that this CPU
-    has them, so that g++ need not test them again.
+    `instructions`: vector instructions of the process that compiled, and g++'s flags for them. The
+    key ensures that this CPU has them, so that g++ need not test them again; what torch has not
+    tested it leaves out of the flags, by which code is found.
 
     `patches`: Inductor options of the compilation. Code is found by the command line of g++, which
     they may change.
@@ -141,15 +142,19 @@ def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) ->
         _settings(folder),
         inductor_config.patch(patches),
         patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known),
+        ExitStack() as flags,
     ):
+        for isa in known:
+            told = instructions[str(isa)]
+            flags.enter_context(patch.object(isa, "build_arch_flags", lambda told=told: told))
         loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
     return loaded
 
 
-def instructions_here() -> list[str]:
-    """Names of the vector instruction sets that Inductor may use. g++ tests them once, in the
-    user's own folder."""
-    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+def instructions_here() -> dict[str, str]:
+    """g++'s flags by name of the vector instruction sets that Inductor may use. g++ tests them
+    once, in the user's own folder."""
+    return {str(isa): isa.build_arch_flags() for isa in cpu_vec_isa.valid_vec_isa_list()}
 
 
 @contextmanager

@@ -70,8 +70,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     plans: list[ForwardPlan]
     bands: list[str] = field(default_factory=list)
     """Bands of numbers of tokens that have their own code."""
-    instructions: list[str] = field(default_factory=list)
-    """Names of the vector instruction sets that the compiling machine had."""
+    instructions: dict[str, str] = field(default_factory=dict)
+    """g++'s flags by name of the vector instruction sets that the compiling machine had."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Records of the files, by their path in the folder."""
     format: str = ""

@@ -77,7 +77,7 @@ class Gemma3nMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         if self.deviations is not None:
-            gates = tensor_parallel_group(self.parallel).all_gather(gate.contiguous(), -1)
+            gates = tensor_parallel_group(self.parallel).all_gather(dense(gate), -1)
             deviation, mean = torch.std_mean(gates, dim=-1, keepdim=True, unbiased=False)
             gate = (gate - (mean + deviation * self.deviations)).relu_()
         out: Tensor = self.down_proj(self.activation(gate) * up)
@@ -180,7 +180,8 @@ class Gemma3nDecoderLayer(PerLayerDecoderLayer):
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         corrected = self.altup.correct(predicted, x)
         added = self.gated(self.altup.scaled(corrected[:, active]), embedding)
-        corrected[:, 1:] += added.unsqueeze(1)
+        # In place on the view: an assignment to it would be traced for more than one token alone.
+        corrected[:, 1:].add_(added.unsqueeze(1))
         return corrected
 
 
@@ -212,10 +213,16 @@ class Gemma3nModel(PerLayerModel):
     def merge(self, x: Tensor) -> Tensor:
         first = x[:, 0]
         streams = [
-            projection(x[:, i].contiguous())
+            projection(dense(x[:, i]))
             for i, projection in enumerate(self.altup_unembed_projections, start=1)
         ]
         return torch.stack([first, *(as_large(stream, first) for stream in streams)]).mean(0)
+
+
+def dense(x: Tensor) -> Tensor:
+    """A copy of x without gaps. `contiguous` copies one row never and more rows always, and a
+    forward pass is traced for any number of them."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def as_large(x: Tensor, example: Tensor) -> Tensor:
