@@ -74,7 +74,7 @@ def test_kernels_are_few(monkeypatch, window) -> None:
         seen.add(k.shape[-2])
         return scaled_dot_product_attention(q, k, *args, **options)
 
-    monkeypatch.setattr("toolkit_lm_sdpa.kernel.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("toolkit_lm_paged_attention.fused.scaled_dot_product_attention", spy)
     for cached in range(1, 300, 7):
         monkeypatch.setitem(BATCHES, "chunk", [(50, cached + 50)])
         step = make_step(batch="chunk", window=window)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit_lm_sdpa import kernel
-from toolkit_lm_sdpa.kernel import fused_attention
+from toolkit_lm_paged_attention import fused, fused_attention
 from torch._subclasses import FakeTensorMode
 
 ROOT = Path(__file__).parents[3]
@@ -17,13 +16,13 @@ ROOT = Path(__file__).parents[3]
 def is_cudnn_asked(monkeypatch):
     """Whether cuDNN's kernel could be chosen, for each call so far."""
     calls = []
-    attention = kernel.scaled_dot_product_attention
+    attention = fused.scaled_dot_product_attention
 
     def spy(*arguments, **options):
         calls.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attention(*arguments, **options)
 
-    monkeypatch.setattr(kernel, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(fused, "scaled_dot_product_attention", spy)
     return calls
 
 
@@ -54,4 +53,4 @@ def test_nothing_else_calls_torchs_attention() -> None:
         for path in ROOT.glob(f"{folder}/src/**/*.py")
     ]
     callers = [path for path in sources if "scaled_dot_product_attention(" in path.read_text()]
-    assert len(sources) > 300 and [path.name for path in callers] == ["kernel.py"]
+    assert len(sources) > 300 and [path.name for path in callers] == ["fused.py"]

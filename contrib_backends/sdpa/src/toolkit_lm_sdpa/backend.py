@@ -11,13 +11,12 @@ from toolkit_lm.attention import (
     common_refusal,
 )
 from toolkit_lm.kv import FullSpec
-from toolkit_lm_paged_attention import PagedBackend, PagedStep
+from toolkit_lm_paged_attention import PagedBackend, PagedStep, fused_attention
 from torch import Tensor
 
 from toolkit_lm_sdpa import quantized
 from toolkit_lm_sdpa.equal_length import attend_equal_length
 from toolkit_lm_sdpa.formula import probabilities, scores
-from toolkit_lm_sdpa.kernel import fused_attention
 from toolkit_lm_sdpa.plan import Bucket, LayerKey, Row, make_plan
 from toolkit_lm_sdpa.quantized import CACHES
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 from toolkit_lm.attention import AttentionCall
+from toolkit_lm_paged_attention import fused_attention
 from torch import Tensor
 
-from toolkit_lm_sdpa.kernel import fused_attention
 from toolkit_lm_sdpa.plan import EqualLengthRows
 
 _SHORT = 128

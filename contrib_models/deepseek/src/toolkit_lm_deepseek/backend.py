@@ -15,6 +15,7 @@ from toolkit_lm.attention import (
     BatchView,
 )
 from toolkit_lm.kv import KVCacheSpec, PageTensor
+from toolkit_lm_paged_attention import fused_attention
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -231,8 +232,8 @@ def _attend_expanded(layer: LatentParams, q: Tensor, latents: Tensor) -> Tensor:
         for x in (q, keys, values)
     )
     whole = q.shape[2] == keys.shape[2]
-    options: dict[str, Any] = {"is_causal": True} if whole else {}
+    options: dict[str, Any] = {"causal": True} if whole else {}
     if not whole:
-        options["attn_mask"] = ~_later(q.shape[2], keys.shape[2], q.device)
-    out = F.scaled_dot_product_attention(q, keys, values, scale=layer.scale, **options)
+        options["mask"] = ~_later(q.shape[2], keys.shape[2], q.device)
+    out = fused_attention(q, keys, values, scale=layer.scale, **options)
     return out[0, :, :, : layer.value_size].transpose(0, 1)

@@ -2,6 +2,7 @@
 share. A library for attention backends: it registers nothing."""
 
 from toolkit_lm_paged_attention.backend import PagedBackend, PagedStep, Store
+from toolkit_lm_paged_attention.fused import fused_attention
 from toolkit_lm_paged_attention.gpu import gpu_refusal
 from toolkit_lm_paged_attention.offsets import OffsetTables
 from toolkit_lm_paged_attention.places import halves, key_places, keys_and_values, places_of_keys
@@ -11,6 +12,7 @@ __all__ = [
     "PagedBackend",
     "PagedStep",
     "Store",
+    "fused_attention",
     "gpu_refusal",
     "halves",
     "key_places",
