@@ -14,7 +14,10 @@ from toolkit_lm_paged_attention import PagedBackend
 
 ROOT = Path(__file__).parents[1]
 REGISTRY = Plugins.load().attention_backends
-BACKENDS = sorted(entry.key for entry in REGISTRY.entries())
+BACKENDS = sorted(
+    entry.key for entry in REGISTRY.entries() if (ROOT / "contrib_backends" / entry.key).exists()
+)
+"""Those for keys and values: families may bring their own, for caches of their own."""
 SPEC = FullSpec(block_size=16, num_kv_heads=2, head_size=32, dtype="float32")
 FEW = 25
 """Nodes of a function, below which it may stand in several backends."""
