@@ -149,6 +149,8 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeForCausalLM, QWEN3_MOE),
     "gpt_oss": (GptOssForCausalLM, GPT_OSS),
 }
+SPLIT = ("mixtral", "qwen3_moe")
+"""Families whose checkpoints have tensors for each expert."""
 CASES = [(family, variant) for family, (_, variants) in FAMILIES.items() for variant in variants]
 
 

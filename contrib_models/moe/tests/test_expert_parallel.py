@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from moe_families import CASES, FAMILIES, make, make_mixtral, make_qwen3_moe
+from moe_families import CASES, FAMILIES, SPLIT, make, make_mixtral, make_qwen3_moe
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import Absent, LinearBase, construct
@@ -106,7 +106,10 @@ def test_inner_dimensions_need_not_be_divided():
     ] * 2
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [(family, variant) for family, variant in CASES if family != "gemma4" or "expert" in variant],
+)
 def test_two_ranks_give_the_logits_of_one(family, variant, tmp_path):
     model_class = FAMILIES[family][0]
     save_random(tmp_path, make(family, variant))
@@ -155,7 +158,7 @@ def expert_bytes(model) -> int:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT)
 def test_a_rank_holds_half_of_the_experts_and_reads_no_other(family, tmp_path):
     save_random(tmp_path, make(family, "4 of 8"))
     model_class = FAMILIES[family][0]

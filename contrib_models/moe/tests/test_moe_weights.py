@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import toolkit_lm_moe
 import torch
-from moe_families import FAMILIES, make_mixtral, make_qwen3_moe, reference_logits
+from moe_families import FAMILIES, SPLIT, make_mixtral, make_qwen3_moe, reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
@@ -24,7 +24,7 @@ BLOCKS = {"mixtral": "model.layers.1.block_sparse_moe.", "qwen3_moe": "model.lay
 PROJECTIONS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SPLIT)
 def family(request):
     return request.param
 
