@@ -37,6 +37,7 @@ BACKENDS: dict[str, list[type[AttentionBackend]]] = {
     "sdpa": [SdpaBackend],
 }
 OTHERS = {
+    "latent": "its caches hold no keys and values",
     "triton": "its kernels find the places themselves",
     "xformers": "its masks need the package: below",
 }
