@@ -507,32 +507,29 @@ def test_w8a8_holds_the_checkpoint_in_codes(race, tmp_path):
 
 def test_a_gguf_file_holds_the_checkpoint(race, tmp_path):
     torch = pytest.importorskip("torch")
-    save = pytest.importorskip("safetensors.torch").save_file
     gguf = pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    devkit = pytest.importorskip("toolkit_lm_devkit")
     write = importlib.import_module("race_gguf")
-    config = {
-        **CONFIG,
-        "hidden_size": 8,
-        "model_type": "llama",
-        "rope_parameters": {"rope_theta": 100.0},
-        "rms_norm_eps": 1e-5,
+    shape = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dtype": "bfloat16",
     }
-    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    query = torch.arange(64.0).view(8, 8)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(100, 8).bfloat16(),
-        "model.norm.weight": torch.ones(8).bfloat16(),
-        "model.layers.0.self_attn.q_proj.weight": query.bfloat16(),
-    }
-    save(tensors, tmp_path / "model.safetensors")
-    file = write.write_gguf(tmp_path, tmp_path / "m.gguf")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).bfloat16()
+    folder = devkit.make_checkpoint(tmp_path / "model", model)
+    file = write.write_gguf(folder, tmp_path / "m.gguf")
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert set(found) == {"token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight"}
-    raw = torch.from_numpy(found["blk.0.attn_q.weight"].data.copy()).view(torch.bfloat16).float()
-    # Two heads of four: rows 0 and 2 of each rotate together, and so become neighbours.
-    assert torch.equal(raw, query[[0, 2, 1, 3, 4, 6, 5, 7]])
+    raw = torch.from_numpy(found["blk.0.attn_q.weight"].data.copy()).view(torch.bfloat16)
+    # Rows that rotate together, the halves of a head, become neighbours.
+    query = model.model.layers[0].self_attn.q_proj.weight.view(4, 2, 8, 64)
+    assert torch.equal(raw, query.transpose(1, 2).reshape(64, 64))
     embedded = torch.from_numpy(found["token_embd.weight"].data.copy()).view(torch.bfloat16)
-    assert torch.equal(embedded, tensors["model.embed_tokens.weight"])
+    assert torch.equal(embedded, model.model.embed_tokens.weight)
 
 
 def test_the_prefix_that_prompts_share_leaves_each_its_last_token(race):
