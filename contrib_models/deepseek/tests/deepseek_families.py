@@ -116,3 +116,12 @@ def make_longcat(**changes):
     shape = {key: value for key, value in SHAPE.items() if key not in others}
     config = LongcatFlashConfig(**{**shape, **own, **changes})
     return transformers.LongcatFlashForCausalLM(config).eval()
+
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": (make_v2, V2),
+    "DeepseekV3ForCausalLM": (make_v3, V3),
+    "Glm4MoeLiteForCausalLM": (make_glm, GLM),
+    "LongcatFlashForCausalLM": (make_longcat, LONGCAT),
+    "MiniCPM3ForCausalLM": (make_minicpm3, MINICPM3),
+}

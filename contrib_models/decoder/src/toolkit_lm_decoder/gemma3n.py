@@ -27,6 +27,7 @@ from toolkit_lm.model import (
 )
 from torch import Tensor, nn
 
+from toolkit_lm_decoder.dense import dense
 from toolkit_lm_decoder.llama import LlamaParts, norm_of
 from toolkit_lm_decoder.per_layer import (
     Float32RMSNorm,
@@ -217,12 +218,6 @@ class Gemma3nModel(PerLayerModel):
             for i, projection in enumerate(self.altup_unembed_projections, start=1)
         ]
         return torch.stack([first, *(as_large(stream, first) for stream in streams)]).mean(0)
-
-
-def dense(x: Tensor) -> Tensor:
-    """A copy of x without gaps. `contiguous` copies one row never and more rows always, and a
-    forward pass is traced for any number of them."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def as_large(x: Tensor, example: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from toolkit_lm.model import (
     join,
     torch_dtype,
 )
+from toolkit_lm_decoder.dense import dense
 from toolkit_lm_decoder.llama import LlamaModel
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
@@ -123,12 +124,12 @@ class DeepseekAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         q = self.queries(x).view(len(x), self.num_heads, self.head_size)
-        rotated = q[..., self.plain_size :]
-        rotated.copy_(rotation.rotate(rotated.contiguous()))
+        plain, turned = torch.split(q, [self.plain_size, self.rotated_size], dim=-1)
+        q = torch.cat([plain, rotation.rotate(dense(turned))], dim=-1)
         kept = self.kv_a_proj_with_mqa(x)
         latent, key = torch.split(kept, [self.rank, self.rotated_size], dim=-1)
-        key = rotation.rotate(key.unsqueeze(1).contiguous()).squeeze(1)
-        kept = torch.cat([self.latents(latent.contiguous()), key], dim=-1)
+        key = rotation.rotate(dense(key).unsqueeze(1)).squeeze(1)
+        kept = torch.cat([self.latents(dense(latent)), key], dim=-1)
         out: Tensor = self.o_proj(self.attn(q, kept))
         return out
 

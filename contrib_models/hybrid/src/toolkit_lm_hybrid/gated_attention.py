@@ -6,6 +6,7 @@ import torch
 from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, QKVParallelLinear, Rotation, RowParallelLinear, join
+from toolkit_lm_decoder.dense import dense
 from toolkit_lm_decoder.gemma2 import GemmaRMSNorm
 from toolkit_lm_decoder.llama import eps_of, head_size_of
 from torch import Tensor, nn
@@ -53,8 +54,8 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         queries, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, gate = queries.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
-        q = rotation.rotate(self.q_norm(q.contiguous()))
-        k = rotation.rotate(self.k_norm(k.unflatten(-1, (-1, self.head_size)).contiguous()))
+        q = rotation.rotate(self.q_norm(dense(q)))
+        k = rotation.rotate(self.k_norm(dense(k.unflatten(-1, (-1, self.head_size)))))
         attended = self.attn(q, k, v)
-        out: Tensor = self.o_proj(attended * torch.sigmoid(gate).reshape(attended.shape))
+        out: Tensor = self.o_proj(attended * torch.sigmoid(dense(gate)).view(attended.shape))
         return out

@@ -99,7 +99,7 @@ class Llama4Attention(LlamaAttention):
         k = turned[:, num_heads:]
         if isinstance(rotation, Temperature) and rotation.factors is not None:
             q = (q * rotation.factors).to(q.dtype)
-        return q.flatten(1), k.flatten(1), qkv[:, self.rotated_size :]
+        return q.view(len(x), -1), k.view(len(x), -1), qkv[:, self.rotated_size :]
 
 
 class Llama4MLP(LlamaMLP):
