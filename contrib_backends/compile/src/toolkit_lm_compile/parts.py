@@ -145,8 +145,8 @@ def load_part(folder: Path, instructions: dict[str, str], patches: dict[str, Any
         ExitStack() as flags,
     ):
         for isa in known:
-            told = instructions[str(isa)]
-            flags.enter_context(patch.object(isa, "build_arch_flags", lambda told=told: told))
+            arch = instructions[str(isa)]
+            flags.enter_context(patch.object(isa, "build_arch_flags", lambda arch=arch: arch))
         loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
     return loaded
 
