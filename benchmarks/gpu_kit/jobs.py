@@ -132,7 +132,7 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _stacks(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Where the threads of a process and of its children are, as they write it to the log."""
+    """The stacks of the threads of a process and of its children, as they write them to the log."""
     before = size = log.seek(0, os.SEEK_END)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, WHERE)

@@ -242,7 +242,7 @@ class PerLayerDecoderLayer(nn.Module):
             self.post_per_layer_input_norm = norm_of(config, vllm_config, parts.norm)
 
     def gated(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """What the layer's embedding [T, P] adds to x [T, H]."""
+        """The summand of x [T, H] that the layer's embedding [T, P] makes."""
         embedding = self.activation(self.per_layer_input_gate(x)) * embedding
         out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(embedding))
         return out
@@ -313,7 +313,7 @@ class PerLayerModel(Gemma3Model):
         return summed * math.sqrt(0.5)
 
     def spread(self, embeds: Tensor) -> Tensor:
-        """What the first layer gets of the embeddings [T, H]."""
+        """The first layer's input, made of the embeddings [T, H]."""
         return embeds
 
     def merge(self, x: Tensor) -> Tensor:

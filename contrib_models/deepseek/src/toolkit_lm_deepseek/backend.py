@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step reads, and where it stores its tokens."""
+    """The rows that a step reads, and the places of its tokens."""
 
     buckets: list[Bucket]
     rows: list[Row]

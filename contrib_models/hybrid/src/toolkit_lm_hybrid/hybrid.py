@@ -94,7 +94,7 @@ class HybridLayer(nn.Module):
         return self.scaled(self.mlp(x)), residual
 
     def scaled(self, x: Tensor) -> Tensor:
-        """What a half of the layer adds to the residual."""
+        """The summand of the residual that a half of the layer makes of x [T, H]."""
         return x if self.multiplier == 1 else x * self.multiplier
 
 
@@ -166,5 +166,5 @@ class HybridForCausalLM(HybridParts, LlamaForCausalLM):
 
     @classmethod
     def values(cls, config: HFConfig) -> dict[str, Any]:
-        """What config.json states by other names than Llama's."""
+        """Fields of config.json by Llama's names: those that this family names otherwise."""
         return {}
