@@ -83,3 +83,13 @@ def test_experts_and_weights_are_those_of_transformers(name):
 def test_what_is_not_computed_is_refused_by_name(model_class, changes, error, reason):
     with pytest.raises(error, match=reason):
         model_class(vllm_config=VllmConfig.default({**SHAPE, **changes}))
+
+
+def test_a_negative_bias_leaves_experts_within_the_chosen_groups():
+    """Masked groups are not zero: scores below zero would lose to them."""
+    routing = Routing(top_k=3, groups=2, top_groups=1, best=2, normalize=True)
+    scores = torch.tensor([[0.9, 0.8, 0.1, 0.3, 0.2, 0.3, 0.1, 0.2]])
+    experts, weights = routing.choose(scores, torch.full((8,), -5.0))
+    assert sorted(experts[0].tolist()) == [0, 1, 3]
+    # The bias chooses, and does not weigh.
+    torch.testing.assert_close(weights.sort().values, torch.tensor([[0.15, 0.4, 0.45]]))

@@ -58,7 +58,11 @@ GRANITE = {
 }
 VARIANTS = {
     "BambaForCausalLM": {
-        "four groups": {**MAMBA2, "attn_layer_indices": [1]},
+        "four groups, steps limited": {
+            **MAMBA2,
+            "attn_layer_indices": [1],
+            "time_step_limit": [0.3, 0.9],
+        },
         "one group, biases, tied": {
             **MAMBA2,
             "attn_layer_indices": [0],
