@@ -8,10 +8,26 @@ import json
 
 import pytest
 import torch
-from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class, reference_logits
+from decoder_families import (
+    CASES,
+    FACTORS,
+    VARIANTS,
+    make_family,
+    make_model,
+    our_class,
+    reference_logits,
+    save_random,
+)
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm_devkit import Computed, hidden_states, load_checkpoint, logits_of, logits_of_ranks
+from toolkit_lm_devkit import (
+    Computed,
+    assert_bf16_error,
+    hidden_states,
+    load_checkpoint,
+    logits_of,
+    logits_of_ranks,
+)
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
@@ -46,6 +62,21 @@ def test_one_forward_pass(make, architecture, variant):
         logits_of([load_checkpoint(our_class(architecture), folder, max_model_len=96)], INPUT_IDS),
         expected,
     )
+
+
+def test_gates_as_sparse_as_trained_ones(tmp_path):
+    """Where so few gates are left, rounding decides which: both sides are compared with float64."""
+    fields = {
+        **VARIANTS["Gemma3nForCausalLM"]["sparse gates, two streams"],
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "intermediate_size": 256,
+    }
+    theirs = make_model("Gemma3nForCausalLM", fields)
+    save_random(tmp_path, theirs)
+    ours = logits_of([load_checkpoint(our_class("Gemma3nForCausalLM"), tmp_path)], INPUT_IDS)
+    results = reference_logits(theirs, INPUT_IDS)
+    exact = reference_logits(theirs.double(), INPUT_IDS)
+    assert_bf16_error([ours], [results], [exact])
 
 
 @pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
