@@ -237,6 +237,27 @@ def bnb8(weight):
     }, codes.float() * greatest[:, None] / 127
 
 
+def torchao(weight, bits=8, group=None, symmetric=True, whole=False):
+    codes, scales, zeros, dense = integers(
+        weight.reshape(1, -1) if whole else weight, bits, group, symmetric=symmetric
+    )
+    half = 2 ** (bits - 1)
+    return {
+        "_weight_qdata": (codes.int() - half).to(torch.int8).view(weight.shape),
+        "_weight_scale": scales,
+        "_weight_zero_point": (zeros - half).to(torch.int8),
+    }, dense.view(weight.shape)
+
+
+def torchao_fp8(weight, rows=None, columns=None):
+    tensors, dense = fp8(weight, rows, columns)
+    scales = tensors["weight_scale"]
+    return {
+        "_weight_qdata": tensors["weight"],
+        "_weight_scale": scales.view(1, 1) if scales.ndim == 0 else scales,
+    }, dense
+
+
 @dataclass(frozen=True)
 class Format:
     config: dict
@@ -272,6 +293,26 @@ def modelopt(algorithm, **fields):
 def writer(function, **fields):
     return lambda weight: function(weight, **fields)
 
+
+def ao(kind, version=2, **fields):
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": ao_object(kind, version=version, **fields)},
+    }
+
+
+def ao_object(kind, version=1, **fields):
+    """As torchao writes an object with fields to config.json."""
+    return {"_type": kind, "_data": fields, "_version": version}
+
+
+def ao_dtype(name):
+    return {"_type": "torch.dtype", "_data": name}
+
+
+AO_ROW = ao_object("PerRow", dim=-1)
+AO_GROUP = ao_object("PerGroup", group_size=32)
+AO_INT8 = ao_object("Int8WeightOnlyConfig", version=2, granularity=AO_ROW)
 
 FORMATS = {
     "ct int4 g32": Format(ct("pack-quantized", ct_ints()), pack_quantized),
@@ -404,5 +445,38 @@ FORMATS = {
         writer(bnb4, kind="fp4"),
     ),
     "bnb int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb8),
+    "torchao int8": Format(ao("Int8WeightOnlyConfig", granularity=AO_ROW), torchao),
+    "torchao W8A8 tensor": Format(
+        ao("Int8DynamicActivationInt8WeightConfig", granularity=ao_object("PerTensor")),
+        writer(torchao, whole=True),
+    ),
+    "torchao int4": Format(
+        ao("IntxWeightOnlyConfig", 1, weight_dtype=ao_dtype("int4"), granularity=AO_GROUP),
+        writer(torchao, bits=4, group=32),
+    ),
+    "torchao int3 zero": Format(
+        ao(
+            "Int8DynamicActivationIntxWeightConfig",
+            weight_dtype=ao_dtype("int3"),
+            weight_granularity=AO_GROUP,
+        ),
+        writer(torchao, bits=3, group=32, symmetric=False),
+    ),
+    "torchao fp8": Format(
+        ao("Float8WeightOnlyConfig", granularity=AO_ROW), writer(torchao_fp8, rows=1)
+    ),
+    "torchao W8A8 fp8 block": Format(
+        ao(
+            "Float8DynamicActivationFloat8WeightConfig",
+            granularity=[
+                ao_object("PerBlock", block_size=[1, 32]),
+                ao_object("PerBlock", block_size=[16, 32]),
+            ],
+        ),
+        writer(torchao_fp8, rows=16, columns=32),
+    ),
+    "torchao by name": Format(
+        ao("FqnToConfig", fqn_to_config={"re:.*_proj": AO_INT8, "lm_head": AO_INT8}), torchao
+    ),
 }
 """Format -> its config and its writer. MXFP4 of gpt-oss is for experts alone."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import FORMATS, ct, ct_ints
+from layouts import AO_INT8, FORMATS, ao, ao_dtype, ao_object, ct, ct_ints
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
@@ -217,6 +217,38 @@ WRONG = {
             {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
             "kv_cache_scheme is no float8 .*kv_cache_dtype='model'",
         ),
+    ],
+    "torchao": [
+        ({"quant_type": {}}, "quant_type has no 'default'"),
+        ({"quant_type": {"default": 3}}, "Expected `object`, got `int`"),
+        (ao("Int4WeightOnlyConfig"), "quant_type is 'Int4WeightOnlyConfig'"),
+        (ao("Int8WeightOnlyConfig", 1), "Int8WeightOnlyConfig is of version 1"),
+        (
+            ao("Float8WeightOnlyConfig", weight_dtype=ao_dtype("float8_e5m2")),
+            "weight_dtype is 'float8_e5m2'",
+        ),
+        (ao("IntxWeightOnlyConfig", weight_dtype=ao_dtype("uint4")), "weight_dtype is 'uint4'"),
+        (
+            ao("IntxWeightOnlyConfig", intx_packing_format=ao_dtype("OPAQUE")),
+            "intx_packing_format is 'OPAQUE'",
+        ),
+        (
+            ao("IntxWeightOnlyConfig", granularity=ao_object("PerAxis", axis=1)),
+            "axis of granularity is 1",
+        ),
+        (
+            ao("Int8WeightOnlyConfig", granularity=ao_object("PerToken")),
+            "granularity is 'PerToken'",
+        ),
+        (
+            ao("Int8WeightOnlyConfig", granularity=ao_object("PerGroup", group_size="a")),
+            "Expected `int`, got `str`",
+        ),
+        (
+            ao("Int8WeightOnlyConfig", granularity=ao_object("PerGroup", group_size=48)),
+            "groups of 48 inputs do not divide its 64 inputs",
+        ),
+        (ao("FqnToConfig", fqn_to_config={"re:(": AO_INT8}), "is no regular expression"),
     ],
     "mxfp4": [({"modules_to_not_convert": 3}, r"Expected `array \| null`, got `int`")],
 }

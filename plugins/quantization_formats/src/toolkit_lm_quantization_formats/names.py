@@ -11,6 +11,7 @@ READ = {
     "modelopt": "modelopt:ModelOpt",
     "mxfp4": "mxfp4:Mxfp4",
     "bitsandbytes": "bitsandbytes:BitsAndBytes",
+    "torchao": "torchao:TorchAo",
 }
 """Format -> module and class of its reader."""
 _AGAIN = (
@@ -37,7 +38,6 @@ REFUSED = {
     "quark": _AGAIN,
     "sinq": _AGAIN,
     "spqr": _AGAIN,
-    "torchao": _AGAIN,
     "vptq": _AGAIN,
 }
 """Format that is not read -> the tool that converts it, in a sentence without its full stop."""

@@ -272,8 +272,12 @@ class Plain(Scheme):
     output, per group of inputs, or per block of both."""
 
     dtype: torch.dtype = FP8
+    codes: str = "weight"
+    """Name of the codes."""
     scale: str = "weight_scale"
     """Name of the scales."""
+    zero: str = "weight_zero_point"
+    """Name of the zeros."""
     bits: int = 8
     rows: int | None = None
     """Outputs of a block. 1: each has a scale; None: one is for a whole weight."""
@@ -287,7 +291,14 @@ class Plain(Scheme):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self.scale,)
+        return (self.scale,) if self.codes == "weight" else (self.codes, self.scale)
+
+    @property
+    def _codes(self) -> Stored:
+        if self.dtype is FP8 or self.bits == 8:
+            return Stored((OUTPUTS, INPUTS), self.dtype)
+        half = 2 ** (self.bits - 1)
+        return Stored((OUTPUTS, INPUTS), self.dtype, most=half - 1, least=-half)
 
     def stored(self, spec: LinearSpec, has: Callable[[str], bool]) -> dict[str, Stored]:
         if self.group is not None and self.rows == 1:
@@ -295,27 +306,24 @@ class Plain(Scheme):
         outputs = PARTS if self.rows is None else Axis("outputs", group=self.rows)
         axes = (outputs, _inputs(self.group))
         made = {
-            "weight": Stored((OUTPUTS, INPUTS), self.dtype),
+            self.codes: self._codes,
             self.scale: Stored(axes, torch.uint8, most=254) if self.exponents else Stored(axes),
         }
-        if not self.symmetric or has("weight_zero_point"):
-            made["weight_zero_point"] = Stored(axes, torch.int8)
+        if not self.symmetric or has(self.zero):
+            made[self.zero] = Stored(axes, torch.int8)
         return made
 
     def read(self, spec: LinearSpec, loaded: Mapping[str, Tensor]) -> QuantizedWeight:
-        codes = loaded["weight"]
+        codes = loaded[self.codes]
         offset = 2 ** (self.bits - 1)
         if self.dtype is torch.int8:
-            if self.bits < 8 and not bool(((codes >= -offset) & (codes < offset)).all()):
-                raise CheckpointError(
-                    f"{', '.join(spec.sources)}: weight has values outside of {self.bits} bits"
-                )
             codes = (codes.short() + offset).to(torch.uint8)
         scales = self._of_outputs(spec, loaded[self.scale])
         scales = powers_of_two(scales) if self.exponents else scales * self.factor
         zeros = None
-        if (stated := loaded.get("weight_zero_point")) is not None:
-            zeros = self._of_outputs(spec, stated).float() + offset
+        if (stated := loaded.get(self.zero)) is not None:
+            # Symmetric codes may be stored with zeros, which are all 0.
+            zeros = self._of_outputs(spec, stated).float() + offset if stated.any() else None
         groups = None if self.group is None else run_groups(spec, self.group)
         return QuantizedWeight(
             codes=codes, bits=self.bits, scales=scales, zeros=zeros, groups=groups

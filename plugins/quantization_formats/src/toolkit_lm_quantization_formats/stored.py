@@ -63,7 +63,9 @@ class Stored:
     """The parameter's. The checkpoint's is the same, but any float may become float32, and a
     power of two in E8M0 float32 or the bits of uint8."""
     most: int | None = None
-    """The largest value of integers, of which none is negative. None: any value."""
+    """The largest value of integers. None: any value."""
+    least: int = 0
+    """The smallest one, where the largest is stated."""
     positive: bool = False
     """Whether all values are above 0."""
 
@@ -74,6 +76,7 @@ class Stored:
         param = nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
         param.weight_loader = loader  # type: ignore[attr-defined]
         param.most = self.most  # type: ignore[attr-defined]
+        param.least = self.least  # type: ignore[attr-defined]
         return param
 
 
@@ -176,9 +179,9 @@ class StoredLoader:
             )
         if not _is_finite(loaded):
             raise CheckpointError("has values that are not finite")
-        most = self.stored.most
-        if most is not None and not bool(((loaded >= 0) & (loaded <= most)).all()):
-            raise CheckpointError(f"has values outside of 0 to {most}")
+        least, most = self.stored.least, self.stored.most
+        if most is not None and not bool(((loaded >= least) & (loaded <= most)).all()):
+            raise CheckpointError(f"has values outside of {least} to {most}")
         if self.stored.positive and not bool((loaded > 0).all()):
             raise CheckpointError("has values that are not above 0")
         return loaded
