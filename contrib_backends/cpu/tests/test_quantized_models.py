@@ -255,15 +255,15 @@ def test_logits_of_float8_are_those_of_its_numbers(tmp_path, name) -> None:
 
 @pytest.mark.parametrize("quantization", ["int4", "mixed"])
 def test_two_ranks_give_the_logits_of_one(llama, quantization) -> None:
-    """Groups of inputs are cut between ranks as a whole, so that the weights are the same."""
+    """Groups of inputs are cut between ranks as a whole. Each rank finds levels by the greatest
+    scale of its own inputs."""
 
     def compute(rank: int) -> Tensor:
         return logits_of([load(llama, quantization, rank=rank, tensor_parallel_size=2)], TOKENS)
 
-    one = logits_of([load(llama, quantization)], TOKENS)
-    for logits in run_ranks(compute):
-        # Sums of two ranks are rounded otherwise, which may move a code of x by one.
-        assert (logits - one).norm() < 0.005 * one.norm()
+    exact = logits_of([load(llama, quantization, kernels="torch")], TOKENS)
+    for logits in [logits_of([load(llama, quantization)], TOKENS), *run_ranks(compute)]:
+        assert (logits - exact).norm() < 9 * 0.007 * exact.norm()
 
 
 def test_a_warm_prefix_gives_what_a_cold_one_does(llama) -> None:

@@ -140,6 +140,7 @@ def pack_codes(
     width: int,
     bits: int,
     added: int,
+    has_levels: bool,
 ) -> None: ...
 def linear(type: int, /, **product: Unpack[_Product]) -> None: ...
 def likeliest_output(

@@ -39,10 +39,14 @@ class Quantized(NamedTuple):
     scales: int = 0
     offsets: int = 0
     values: int = 0
+    ratios: int = 0
+    levels: int = 0
+    zeros: int = 0
     order: int = 0
     scaled: int = 0
     groups: int = 0
     group: int = 0
+    part: int = 0
     bits: int = 0
     is_half: int = 0
     kernel: int = 0

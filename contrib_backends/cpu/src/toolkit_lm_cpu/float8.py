@@ -9,7 +9,8 @@ from torch import Tensor
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.library import KERNELS, product_type
 from toolkit_lm_cpu.panels import LANES, pack
-from toolkit_lm_cpu.quantized import QuantizedPanels, in_16_bits, is_halved, rounding
+from toolkit_lm_cpu.quantized import QuantizedPanels, in_16_bits, is_halved
+from toolkit_lm_cpu.rounding import rounding
 
 
 class Float8Panels(QuantizedPanels):
@@ -29,7 +30,7 @@ class Float8Panels(QuantizedPanels):
         self.group = weight.group_size
         self.groups = weight.scales.shape[1]
         self.type = product_type(spec.dtype, self.group)
-        self.order = self.values = self.offsets = None
+        self.order = self.values = self.offsets = self.ratios = None
         # Bytes lie in panels as pairs, which are 16 bits as an element of float16 is.
         pairs = weight.codes.contiguous().view(torch.float16)
         halves = 2 if self.is_halved else 1

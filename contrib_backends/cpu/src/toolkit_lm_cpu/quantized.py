@@ -18,17 +18,17 @@ from torch.nn import functional as F
 
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Quantized
-from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, exported, usable_types
+from toolkit_lm_cpu.levels import PART, levels_of, may_have_levels, offsets_of
+from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, usable_types
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES
+from toolkit_lm_cpu.rounding import FLOAT8, fine_group, round_again, rounding
 
 _WHOLE = 64
 """Codes of a row are filled up to a multiple of this number, if all are one group."""
 _GROUPS = (128, 64, 32, LANES)
 """Inputs whose codes share a scale, if weights have one per output: the first that divides all."""
-_SOME = 2**22
-"""Weights that are rounded again at a time."""
-_FLOAT8 = {torch.float8_e4m3fn: exported("E4M3"), torch.float8_e5m2: exported("E5M2")}
-"""The kernels' number of the dtypes of float8 that they decode."""
+_GROUPS_OF_LEVELS = (*range(512, 0, -_WHOLE), 32)
+"""The same, if groups of weights have levels: the first that is a multiple of their group, too."""
 _MOST_INPUTS = 2**16
 """Inputs of a group, at most: sums of products are in 32 bits."""
 
@@ -54,21 +54,32 @@ class QuantizedPanels(LinearMethod):
         self.is_halved = is_halved(spec)
         """Whether panels hold the two halves of the outputs apart, as gated products need them."""
         num_scales = weight.scales.shape[1]
+        levels = levels_of(weight)
+        self.part = self.inputs // num_scales
+        """Inputs whose weights share a scale."""
+        sizes = _GROUPS
+        if levels is not None:
+            sizes = tuple(size for size in _GROUPS_OF_LEVELS if size % self.part == 0)
         self.group = (
-            self.inputs // num_scales
-            if num_scales > 1
-            else next((size for size in _GROUPS if self.inputs % size == 0), self.inputs)
+            self.part
+            if num_scales > 1 and levels is None
+            else next((size for size in sizes if self.inputs % size == 0), self.part)
         )
-        """Inputs whose codes share a scale: those of a weight's group, if it has several."""
+        """Inputs whose codes share a scale: those of a weight's group, if its scales differ."""
         self.groups = self.inputs // self.group
         if self.groups == 1:
             self.group = -(-self.inputs // _WHOLE) * _WHOLE
         self.order = _order(weight)
-        offsets = _offsets(weight)
+        offsets = offsets_of(weight)
         scales = weight.scales
         self.values: Tensor | None = None
-        """[16] uint8: the values of codes, plus 128."""
-        if weight.values is not None:
+        """[16] uint8: the values of codes, plus 128. [16] int16: levels of codes, with ratios."""
+        self.ratios: Tensor | None = None
+        """[panels, G, 4, 4]: of output 4 o + q of a panel at [q, o]. None: there are no levels."""
+        if levels is not None:
+            scales, ratios, self.values, offsets = levels
+            self.ratios = self._pack_ratios(ratios)
+        elif weight.values is not None:
             unit = _unit(weight.values)
             scales = scales * unit
             values = (weight.values / unit).round().add(128).to(torch.uint8)
@@ -76,7 +87,9 @@ class QuantizedPanels(LinearMethod):
         self.packed = self._pack(weight, arena)
         self.scales = self._pack_scales(in_16_bits(scales))
         """[panels, G, 16]: in float16 if that is exact, as scales of most checkpoints are."""
-        self.offsets = None if offsets is None else self._pack_scales(offsets)
+        pack_offsets = self._pack_scales if levels is None else self._pack_ratios
+        self.offsets = None if offsets is None else pack_offsets(offsets)
+        """[panels, G, 16]; zeros of levels, int16, as ratios."""
 
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         raise AssertionError("it is made once the weight is loaded")
@@ -89,6 +102,7 @@ class QuantizedPanels(LinearMethod):
             self.scales,
             self.offsets,
             self.values,
+            self.ratios,
             self.order,
             self.group,
             self.bits,
@@ -162,7 +176,7 @@ class QuantizedPanels(LinearMethod):
         lanes = ids % LANES
         values = self._rows(panels, lanes).view(len(ids), self.groups, self.group)
         values *= self.scales[panels, :, lanes].unsqueeze(2)
-        if self.offsets is not None:
+        if self.offsets is not None and self.ratios is None:
             values -= self.offsets[panels, :, lanes].unsqueeze(2)
         rows = values.view(len(ids), -1)[:, : self.inputs]
         if self.order is not None:
@@ -171,6 +185,8 @@ class QuantizedPanels(LinearMethod):
 
     def _rows(self, panels: Tensor, lanes: Tensor) -> Tensor:
         """The codes of some outputs, less their zeros, or their values: float32."""
+        if self.ratios is not None:
+            return self._levels(panels, lanes)
         words = self.packed.view(-1, self.groups * self.group * self.bits // 32, LANES, 4)
         codes = words[panels, :, lanes]
         if self.bits == 4:
@@ -180,6 +196,18 @@ class QuantizedPanels(LinearMethod):
         return (
             codes.flatten(1).float().sub_(128 if self.values is not None else 2 ** (self.bits - 1))
         )
+
+    def _levels(self, panels: Tensor, lanes: Tensor) -> Tensor:
+        """The codes of some outputs in 8 bits: float32."""
+        assert self.values is not None and self.ratios is not None
+        packed = self.packed.view(-1, self.groups * self.group // PART, 4, 4, PART // 2)
+        codes = packed[panels, :, lanes % 4, lanes // 4]
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+        levels = self.values.int()[codes.int()].view(len(panels), -1, self.part)
+        if self.offsets is not None:
+            levels = levels - self.offsets[panels, :, lanes % 4, lanes // 4].unsqueeze(2)
+        ratios = self.ratios[panels, :, lanes % 4, lanes // 4].int().unsqueeze(2)
+        return (levels * ratios + 2**14 >> 15).flatten(1).float()
 
     def _product(
         self,
@@ -201,6 +229,7 @@ class QuantizedPanels(LinearMethod):
             self.scales,
             self.offsets,
             self.values,
+            self.ratios,
             self.order,
             self.group,
             self.inputs,
@@ -229,8 +258,9 @@ class QuantizedPanels(LinearMethod):
                 width=width,
                 bits=self.bits,
                 added=0
-                if self.values is not None
+                if weight.values is not None
                 else 2 ** (self.bits - 1) - 2 ** (weight.bits - 1),
+                has_levels=self.ratios is not None,
             )
         return packed
 
@@ -240,29 +270,42 @@ class QuantizedPanels(LinearMethod):
         filled = [F.pad(part, (0, 0, 0, -len(part) % LANES)) for part in parts]
         return torch.cat(filled).view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
 
+    def _pack_ratios(self, ratios: Tensor) -> Tensor:
+        """[N, G] -> [panels, G, 4, 4]"""
+        panels = self._pack_scales(ratios)
+        return panels.view(-1, ratios.shape[1], 4, 4).transpose(2, 3).contiguous()
+
 
 def describe(
     packed: Tensor,
     scales: Tensor,
     offsets: Tensor | None,
     values: Tensor | None,
+    ratios: Tensor | None,
     order: Tensor | None,
     group: int,
     bits: int,
 ) -> Quantized:
     """How the kernels read a weight in panels. The tensors must outlive it."""
+    inputs = packed.numel() * 8 // bits // (len(scales) * LANES)
+    at_values = 0 if values is None else values.data_ptr()
+    at_offsets = 0 if offsets is None else offsets.data_ptr()
     return Quantized(
         scales=scales.data_ptr(),
-        offsets=0 if offsets is None else offsets.data_ptr(),
-        values=0 if values is None else values.data_ptr(),
+        offsets=at_offsets if ratios is None else 0,
+        values=at_values if ratios is None else 0,
+        ratios=0 if ratios is None else ratios.data_ptr(),
+        levels=0 if ratios is None else at_values,
+        zeros=0 if ratios is None else at_offsets,
         order=0 if order is None else order.data_ptr(),
         scaled=scales.shape[1],
-        groups=packed.numel() * 8 // bits // (len(scales) * LANES * group),
+        groups=inputs // group,
         group=group,
+        part=group if ratios is None else inputs // ratios.shape[1],
         bits=bits,
         is_half=scales.dtype is torch.float16,
         kernel=code_kernel(),
-        float8=_FLOAT8.get(packed.dtype, 0),
+        float8=FLOAT8.get(packed.dtype, 0),
     )
 
 
@@ -283,6 +326,7 @@ def linear(
     scales: Tensor,
     offsets: Tensor | None,
     values: Tensor | None,
+    ratios: Tensor | None,
     order: Tensor | None,
     group: int,
     inputs: int,
@@ -301,7 +345,7 @@ def linear(
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    quantized = describe(packed, scales, offsets, values, order, group, bits)
+    quantized = describe(packed, scales, offsets, values, ratios, order, group, bits)
     rows = len(x)
     out = x.new_empty(rows, outputs)
     codes = memory(quantized, rows)
@@ -347,13 +391,16 @@ def explain(weight: QuantizedWeight) -> str:
     bits = 4 if weight.bits <= 4 and rounded is None else 8
     start = f"codes of {bits} bits by {code_isa(code_kernel())}"
     if rounded is not None:
-        return (
-            f"{start}, rounded to 8 bits with a scale for {_fine(weight)} inputs, since {rounded}"
-        )
+        group = fine_group(weight)
+        return f"{start}, rounded to 8 bits with a scale for {group} inputs, since {rounded}"
     reasons = [start]
     if weight.bits not in (4, 8):
         reasons.append(f"which hold those of {weight.bits}, since there are panels of 4 and 8")
-    if groups > 1 and size < _GROUPS[0]:
+    if may_have_levels(weight):
+        reasons.append(
+            "found in codes of 8 bits with one scale per output, unless scales differ much"
+        )
+    elif groups > 1 and size < _GROUPS[0]:
         reasons.append(f"a scale to multiply by for {size} inputs")
     if weight.zeros is not None or weight.mins is not None:
         reasons.append("an offset for each group, unless all are 0")
@@ -362,59 +409,6 @@ def explain(weight: QuantizedWeight) -> str:
     if weight.groups is not None:
         reasons.append("inputs to bring into the order of their groups")
     return ", ".join(reasons)
-
-
-def rounding(weight: QuantizedWeight) -> str | None:
-    """Why the kernels must round a weight again. None: they hold it as it is."""
-    inputs = weight.codes.shape[1]
-    groups = weight.scales.shape[1]
-    if weight.codes.is_floating_point():
-        is_scaled = weight.zeros is weight.mins is weight.values is None
-        if weight.codes.dtype not in _FLOAT8 or not is_scaled:
-            return f"they have no codes in {weight.codes.dtype}"
-        if weight.groups is not None:
-            return "groups of inputs in float8 are not runs of equal length"
-        groups_of = inputs / groups
-        return None if groups_of % LANES == 0 else _not_a_multiple(groups_of)
-    if weight.values is not None and weight.bits > 4:
-        return "they have values of codes of 4 bits, and no more"
-    if groups > 1 and (inputs % groups or inputs // groups % LANES):
-        return _not_a_multiple(inputs / groups)
-    if (
-        weight.groups is not None
-        and len(set(weight.groups.bincount(minlength=groups).tolist())) > 1
-    ):
-        return "groups of inputs are of unequal size"
-    return None
-
-
-def _not_a_multiple(inputs: float) -> str:
-    return f"a group of {inputs:g} inputs is not a multiple of {LANES}"
-
-
-def round_again(weight: QuantizedWeight) -> QuantizedWeight:
-    """The nearest weight in codes of 8 bits, with a scale for 32 or 16 inputs; for all if neither
-    divides them."""
-    outputs, inputs = weight.codes.shape
-    group = _fine(weight)
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    scales = torch.empty(outputs, inputs // group)
-    # Some rows at a time: as floats they take four times the memory.
-    number = max(1, _SOME // max(1, inputs))
-    for first in range(0, outputs, number):
-        some = torch.arange(first, min(first + number, outputs))
-        parts = weight.select(some).dequantized().view(len(some), -1, group)
-        step = parts.abs().amax(2) / 127
-        scales[some] = step
-        rounded = (parts / step.clamp(min=1e-30).unsqueeze(2)).round().add_(128)
-        codes[some] = rounded.flatten(1).to(torch.uint8)
-    return QuantizedWeight(codes=codes, bits=8, scales=scales)
-
-
-def _fine(weight: QuantizedWeight) -> int:
-    """Inputs that share a scale where a weight is rounded again."""
-    inputs = weight.codes.shape[1]
-    return next((size for size in (32, LANES) if inputs % size == 0), inputs)
 
 
 def is_halved(spec: LinearSpec) -> bool:
@@ -448,27 +442,17 @@ def _order(weight: QuantizedWeight) -> Tensor | None:
     return None if torch.equal(order, torch.arange(len(order))) else order.int()
 
 
-def _offsets(weight: QuantizedWeight) -> Tensor | None:
-    """Offset of each group, with the kernels' zeros of codes: [N, G]. It is subtracted."""
-    offsets = weight.mins
-    if weight.zeros is not None:
-        zero = 0 if weight.values is not None else 2 ** (weight.bits - 1)
-        shifted = (weight.zeros - zero) * weight.scales
-        offsets = shifted if offsets is None else offsets + shifted
-    return offsets if offsets is not None and offsets.any() else None
-
-
 # To a compiler a product is one opaque op.
 _library: Any = torch.library.Library("toolkit_lm_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "quantized_linear(int type, Tensor x, Tensor packed, Tensor scales, Tensor? offsets, Tensor? "
-    "values, Tensor? order, int group, int inputs, int outputs, int bits, Tensor? bias, int "
-    "activation, bool gated, Tensor? residual) -> Tensor"
+    "values, Tensor? ratios, Tensor? order, int group, int inputs, int outputs, int bits, Tensor? "
+    "bias, int activation, bool gated, Tensor? residual) -> Tensor"
 )
 _library.impl("quantized_linear", linear, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "toolkit_lm_cpu::quantized_linear",
-    lambda type, x, packed, scales, offsets, values, order, group, inputs, outputs, *rest: (
+    lambda type, x, packed, scales, offsets, values, ratios, order, group, inputs, outputs, *rest: (
         x.new_empty(x.shape[0], outputs)
     ),
     lib=_library,

@@ -24,10 +24,11 @@
     F(weights) F(bias) F(outputs) F(inputs) F(activation) F(is_gated)                              \
     F(x) F(x_stride) F(residual) F(residual_stride) F(out) F(out_stride) F(rows)
 #define QUANTIZED_FIELDS(F)                                                                        \
-    F(scales) F(offsets) F(values) F(order) F(scaled) F(groups) F(group) F(bits) F(is_half)        \
-    F(kernel) F(float8)
+    F(scales) F(offsets) F(values) F(ratios) F(levels) F(zeros) F(order) F(scaled) F(groups)   \
+    F(group) F(part) F(bits) F(is_half) F(kernel) F(float8)
 #define QUANTIZED_LINEAR_FIELDS(F) LINEAR_FIELDS(F) F(quantized) F(codes)
-#define PACK_CODES_FIELDS(F) F(codes) F(order) F(to) F(outputs) F(inputs) F(width) F(bits) F(added)
+#define PACK_CODES_FIELDS(F)                                                                       \
+    F(codes) F(order) F(to) F(outputs) F(inputs) F(width) F(bits) F(added) F(has_levels)
 #define NORM_FIELDS(F)                                                                             \
     F(x) F(residual) F(sum) F(out) F(x_stride) F(head_stride) F(residual_stride)                   \
     F(tokens) F(heads) F(size) F(weight) F(bias) F(eps) F(is_wide)

@@ -9,7 +9,10 @@
  * W lies in panels of 16 outputs. A lane of 32 bits is an output's:
  *   codes of 8 bits  [N / 16][K / 4][16][4 bytes]   plus 128
  *   codes of 4 bits  [N / 16][K / 8][16][4 bytes]   plus 8; the first four inputs in the low bits
- * Codes of 4 bits may also be indices of values, which are then multiplied as codes of 8 bits.
+ * Codes of 4 bits may also be indices of values, which are then multiplied as codes of 8 bits; or
+ * of levels, which each group of codes has of its own. These are
+ *   levels           [N / 16][K / 32][4 quads][4 outputs][16 bytes]
+ * of which the first sixteen inputs are in the low bits. Output 4 o + q is the o-th of quad q.
  *
  * Sums of a group are exact integers. A result is the sum of its groups, in their order, each times
  * the scales of both: it is the same by all instructions, and independent of the rest of the batch.
@@ -28,6 +31,8 @@ TARGET_CODES INLINE void CODES(tile)(const Tile *t, const int rows, const int pa
     const char *w = t->panels, *ahead = t->ahead;
     /* A row alone has registers for sums of the other lanes, whose instructions need not wait. */
     const int apart = rows == 1 && form != 8;
+    /* One scale of an output multiplies the sum of all groups. */
+    const int at_last = scaled == 1 && q->offsets == NULL;
     const Words values = form == 0 ? bytes_16(q->values) : splat_word(0);
     Floats f[CODE_ROWS][PANELS];
 #pragma GCC unroll 8
@@ -96,7 +101,8 @@ TARGET_CODES INLINE void CODES(tile)(const Tile *t, const int rows, const int pa
 #pragma GCC unroll 4
         for (int b = 0; b < panels; b++) {
             if (apart) c[0][b] = add_words(c[0][b], others[b]);
-            const Floats scales = scales_at(q, t->first + b * scaled * LANES + scale);
+            const Floats scales =
+                at_last ? splat(1) : scales_at(q, t->first + b * scaled * LANES + scale);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
                 f[r][b] = fma_lanes(floats_of(c[r][b]),
@@ -118,8 +124,91 @@ TARGET_CODES INLINE void CODES(tile)(const Tile *t, const int rows, const int pa
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int b = 0; b < panels; b++) store_f32(t->out + (r * PANELS + b) * LANES, f[r][b]);
+        for (int b = 0; b < panels; b++)
+            store_f32(t->out + (r * PANELS + b) * LANES,
+                      at_last ? mul_lanes(f[r][b], scales_at(q, t->first + b * LANES)) : f[r][b]);
 }
+
+/* The same of one panel of levels. `fetched`: whether each line prefetches one. */
+TARGET_CODES INLINE void CODES(levels_tile)(const Tile *t, const int rows, const int fetched) {
+    enum { QUADS = CODE_PANELS == PANELS ? 4 : 1 }; /* whose sums fit into registers */
+    const Quantized *q = t->weight;
+    const long groups = q->groups, width = groups * q->group, parts = q->group / q->part,
+               blocks = q->part / 32;
+    const Levels levels = levels_of(q);
+    const Words fifteen = splat_word(0x0f0f0f0f), zero = splat_word((int32_t)0x80808080u);
+    const char *w = t->panels, *ahead = t->ahead;
+    Floats f[CODE_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) f[r] = splat(0);
+    for (long g = 0; g < groups; g++, w += parts * blocks * 256, ahead += parts * blocks * 256) {
+        Words c[CODE_ROWS][4];
+#pragma GCC unroll 4
+        for (int first = 0; first < 4; first += QUADS) {
+            const int8_t *x = t->codes + g * q->group;
+            const char *from = w + first * 64, *next = ahead + first * 64;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int i = 0; i < QUADS; i++) c[r][first + i] = splat_word(0);
+            for (long p = 0; p < parts; p++) {
+                const long at = (g * parts + p) * LANES;
+                Words table[QUADS];
+                if (fetched) {
+                    _mm_prefetch((const char *)q->ratios + t->ratio_ahead + at, _MM_HINT_T1);
+                    if (q->zeros != NULL)
+                        _mm_prefetch((const char *)(q->zeros + t->ratio_ahead + at), _MM_HINT_T1);
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < QUADS; i++)
+                    table[i] = xor_words(
+                        levels_at(q, &levels, t->first_ratio + at, first + i), zero);
+                for (long k = 0; k < blocks; k++, x += 32, from += 256, next += 256) {
+#pragma GCC unroll 4
+                    for (int i = 0; i < QUADS; i++) {
+                        const Words v = load_32(from + i * 64);
+                        if (fetched) _mm_prefetch(next + i * 64, _MM_HINT_T1);
+                        const Words low = look_up(table[i], and_words(v, fifteen)),
+                                    high = look_up(table[i], and_words(right_4(v), fifteen));
+#pragma GCC unroll 8
+                        for (int r = 0; r < rows; r++) {
+                            Words *to = &c[r][first + i];
+                            *to = DOT_8(*to, low, bytes_16(x + r * width));
+                            *to = DOT_8(*to, high, bytes_16(x + r * width + 16));
+                        }
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const Words sums =
+                add_words(sum_quads(c[r]), splat_word(-ZERO_8 * t->sums[r * groups + g]));
+            f[r] = fma_lanes(floats_of(sums), splat(t->x_scales[r * groups + g]), f[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        store_f32(t->out + r * PANELS * LANES, mul_lanes(f[r], scales_at(q, t->first)));
+}
+
+#define TILE_OF(rows, fetched)                                                                     \
+    TARGET_CODES static void CODES(levels_##rows##_##fetched)(const Tile *t) {                     \
+        CODES(levels_tile)(t, rows, fetched);                                                      \
+    }
+TILE_OF(1, 0)
+TILE_OF(2, 0)
+TILE_OF(3, 0)
+TILE_OF(4, 0)
+TILE_OF(1, 1)
+TILE_OF(2, 1)
+TILE_OF(3, 1)
+TILE_OF(4, 1)
+#undef TILE_OF
+static const TileProduct CODES(of_levels)[2][CODE_ROWS + 1] = {
+    {NULL, CODES(levels_1_0), CODES(levels_2_0), CODES(levels_3_0), CODES(levels_4_0)},
+    {NULL, CODES(levels_1_1), CODES(levels_2_1), CODES(levels_3_1), CODES(levels_4_1)},
+};
 
 #define TILE_OF(rows, panels, form, fetched)                                                       \
     TARGET_CODES static void CODES(tile_##rows##_##panels##_##form##_##fetched)(const Tile *t) {   \
@@ -164,7 +253,9 @@ static void CODES(panels)(const Linear *l, long row, long rows, long first, long
     const Quantized *q = &l->quantized;
     const long width = q->groups * q->group, panel = panel_bytes(q), lines = panel / 64;
     const Codes x = codes_of(l);
-    const int at_once = panels == PANELS && CODE_PANELS == PANELS;
+    const int has_levels = q->ratios != NULL,
+              at_once = panels == PANELS && CODE_PANELS == PANELS && !has_levels;
+    const long ratios = has_levels ? panel_ratios(q) : 0;
     const TileProduct *const(*tiles)[4] = q->values != NULL ? CODES(tiles_0)
                                           : q->bits == 4    ? CODES(tiles_4)
                                                             : CODES(tiles_8);
@@ -181,12 +272,15 @@ static void CODES(panels)(const Linear *l, long row, long rows, long first, long
             const long p = first + b;
             t.panels = (const char *)l->weights + p * panel;
             t.first = p * q->scaled * LANES;
-            if (next != NULL)
-                t.first_ahead =
-                    ((next - (const char *)l->weights) / panel + b) * q->scaled * LANES;
+            t.first_ratio = p * ratios;
+            if (next != NULL) {
+                const long then = (next - (const char *)l->weights) / panel + b;
+                t.first_ahead = then * q->scaled * LANES;
+                t.ratio_ahead = then * ratios;
+            }
             t.ahead = next + (at_once ? i : b) * lines * 64 * (next != NULL);
             t.out = sums + (at * PANELS + b) * LANES;
-            tiles[at_once][fetched][end - at](&t);
+            (has_levels ? CODES(of_levels)[fetched] : tiles[at_once][fetched])[end - at](&t);
         }
         at = end;
     }

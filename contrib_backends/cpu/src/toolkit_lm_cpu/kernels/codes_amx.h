@@ -65,6 +65,36 @@ AMX_INT8 static void unpack_codes(const Quantized *q, const char *from, long cod
     }
 }
 
+/* The same of levels: groups of x from `first` on. `panel`: its number. */
+AMX_INT8 static void unpack_levels(const Quantized *q, const char *from, long panel, long first,
+                                   long codes, int8_t *to, Ahead *ahead) {
+    const Levels levels = levels_of(q);
+    const Words fifteen = splat_word(0x0f0f0f0f);
+    long at = panel * panel_ratios(q) + first * q->group / q->part * LANES;
+    for (long p = 0; p < codes; p += q->part, at += LANES) {
+        Words table[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) table[i] = levels_at(q, &levels, at, i);
+        for (long k = 0; k < q->part; k += 32, from += 256, to += 512) {
+            Words low[4], high[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const Words v = load_32(from + i * 64);
+                low[i] = look_up(table[i], and_words(v, fifteen));
+                high[i] = look_up(table[i], and_words(right_4(v), fifteen));
+            }
+            transpose_quads(low);
+            transpose_quads(high);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                store_32(to + i * 64, low[i]);
+                store_32(to + 256 + i * 64, high[i]);
+            }
+            fetch_ahead(ahead, 2);
+        }
+    }
+}
+
 /* Sums of a group, which wait to be scaled. */
 typedef struct {
     const Quantized *q;
@@ -74,6 +104,7 @@ typedef struct {
     float *to;             /* [rows][PANELS][16] */
     long at;               /* of the first panel's scales */
     long rows;             /* of a tile; 0: nothing waits */
+    int late;              /* one scale of an output multiplies the sum of all groups */
 } Waiting;
 
 /* Adds rows [from, end) of the tile of a panel, and of its 16 rows the first (0) or later (1). */
@@ -81,10 +112,18 @@ AMX_INT8 INLINE void scale_rows(const Waiting *w, const int later, const int pan
                                 long end) {
     const Quantized *q = w->q;
     const long groups = q->groups, at = w->at + panel * q->scaled * LANES;
-    const Floats scales = scales_at(q, at);
     const int32_t *c = w->c + (later * PANELS + panel) * LANES * LANES;
     const float *x_scales = w->x_scales + later * TILE * groups;
     float *to = w->to + (later * TILE * PANELS + panel) * LANES;
+    if (w->late) {
+#pragma GCC unroll 4
+        for (long r = from; r < end; r++)
+            store_f32(to + r * PANELS * LANES,
+                      fma_lanes(floats_of(load_32(c + r * LANES)), splat(x_scales[r * groups]),
+                                floats_f32(to + r * PANELS * LANES)));
+        return;
+    }
+    const Floats scales = scales_at(q, at);
     if (q->offsets == NULL) {
 #pragma GCC unroll 4
         for (long r = from; r < end; r++)
@@ -192,7 +231,7 @@ AMX_INT8 INLINE void add_groups(const Groups *of, long row, long rows, float *su
     const Codes x = codes_of(of->l);
     const long width = q->groups * q->group;
     int32_t c[2][2 * PANELS * LANES * LANES] __attribute__((aligned(64)));
-    Waiting w = {.q = q, .to = sums};
+    Waiting w = {.q = q, .to = sums, .late = q->scaled == 1 && q->offsets == NULL};
     for (long g = of->first; g < of->end; g++) {
         add_group(x.codes + row * width + g * q->group, width,
                   of->weights + (g - of->first) * q->group * LANES, of->panel, q->group, of->step,
@@ -245,11 +284,14 @@ AMX_INT8 static void panels_codes_amx_int8(const Linear *l, long row, long rows,
                    codes = (end - g) * q->group;
         const Groups of = {l, unpacked, codes * LANES, step, g, end, (all + steps - 1) / steps,
                            first};
-        for (long b = 0; b < panels; b++)
-            unpack_codes(q,
-                         (const char *)l->weights + (first + b) * panel +
-                             g * q->group * LANES * q->bits / 8,
-                         codes, unpacked + b * codes * LANES, &ahead);
+        for (long b = 0; b < panels; b++) {
+            const char *from = (const char *)l->weights + (first + b) * panel +
+                               g * q->group * LANES * q->bits / 8;
+            if (q->ratios != NULL)
+                unpack_levels(q, from, first + b, g, codes, unpacked + b * codes * LANES, &ahead);
+            else
+                unpack_codes(q, from, codes, unpacked + b * codes * LANES, &ahead);
+        }
         for (long r = 0; r < rows;) {
             const long left = rows - r, there = left < TILE ? left : TILE;
             const int tall = left >= 2 * TILE;
@@ -268,4 +310,12 @@ AMX_INT8 static void panels_codes_amx_int8(const Linear *l, long row, long rows,
         }
     }
     _tile_release();
+    if (q->scaled > 1 || q->offsets != NULL) return;
+    for (long b = 0; b < panels; b++) {
+        const Floats scales = scales_at(q, (first + b) * LANES);
+        for (long r = 0; r < rows; r++) {
+            float *to = sums + (r * PANELS + b) * LANES;
+            store_f32(to, mul_lanes(floats_f32(to), scales));
+        }
+    }
 }

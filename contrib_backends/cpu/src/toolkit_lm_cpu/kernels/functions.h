@@ -21,6 +21,57 @@ BASE INLINE Floats scales_at(const Quantized *q, long at) {
                       : floats_f32((const float *)q->scales + at);
 }
 
+/* What levels of a weight's groups are made of. */
+typedef struct {
+    Words low, high; /* levels, 16 bits each: the first and the last eight, in each 128 bits */
+    Words spread, spread_16; /* which bytes of a quad's ratios and zeros go to its 128 bits */
+} Levels;
+
+BASE INLINE Levels levels_of(const Quantized *q) {
+    static const uint8_t spread[2][64] = {
+#define RATIO(o) 128, o, 128, o, 128, o, 128, o, 128, o, 128, o, 128, o, 128, o
+#define ZERO(o)                                                                                    \
+    2 * o, 2 * o + 1, 2 * o, 2 * o + 1, 2 * o, 2 * o + 1, 2 * o, 2 * o + 1, 2 * o, 2 * o + 1,      \
+        2 * o, 2 * o + 1, 2 * o, 2 * o + 1, 2 * o, 2 * o + 1
+        {RATIO(0), RATIO(1), RATIO(2), RATIO(3)},
+        {ZERO(0), ZERO(1), ZERO(2), ZERO(3)}};
+#undef RATIO
+#undef ZERO
+    return (Levels){bytes_16(q->levels), bytes_16(q->levels + 8), load_32(spread[0]),
+                    load_32(spread[1])};
+}
+
+/*
+ * Levels of a group of codes as signed codes of 8 bits, of quad `quad` of a panel: those of output
+ * 4 o + quad are in the 128 bits o. `at`: of the panel's first ratio of the group.
+ */
+BASE INLINE Words levels_at(const Quantized *q, const Levels *l, long at, int quad) {
+    int32_t ratios;
+    memcpy(&ratios, q->ratios + at + quad * 4, sizeof ratios);
+    const Words ratio = right_8_halves(look_up(splat_word(ratios), l->spread));
+    Words low = l->low, high = l->high;
+    if (q->zeros != NULL) {
+        int64_t zeros;
+        memcpy(&zeros, q->zeros + at + quad * 4, sizeof zeros);
+        const Words zero = look_up(splat_64(zeros), l->spread_16);
+        low = sub_halves(low, zero), high = sub_halves(high, zero);
+    }
+    return pack_halves(mul_high_halves(low, ratio), mul_high_halves(high, ratio));
+}
+
+/* Of each 128 bits of four quads, what 32 bits are at place i of theirs: to x[i]. */
+BASE INLINE void transpose_quads(Words x[4]) {
+    const Words a = low_32(x[0], x[1]), b = high_32(x[0], x[1]), c = low_32(x[2], x[3]),
+                d = high_32(x[2], x[3]);
+    x[0] = low_64(a, c), x[1] = high_64(a, c), x[2] = low_64(b, d), x[3] = high_64(b, d);
+}
+
+/* Sums of each output, from those of 128 bits of four quads. */
+BASE INLINE Words sum_quads(Words x[4]) {
+    transpose_quads(x);
+    return add_words(add_words(x[0], x[1]), add_words(x[2], x[3]));
+}
+
 /* Sixteen finite float8, in the low bytes of lanes that are zero elsewhere. */
 BASE INLINE Floats floats_float8(Words bytes, const int format) {
     Words magnitude = and_words(bytes, splat_word(0x7f));

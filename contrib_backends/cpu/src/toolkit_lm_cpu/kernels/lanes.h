@@ -65,6 +65,7 @@
 /* The same in all lanes. */
 #define splat ISA(splat)
 #define splat_word ISA(splat_word)
+#define splat_64 ISA(splat_64)
 
 /* Lane by lane. */
 #define add_lanes ISA(add_lanes)
@@ -80,10 +81,21 @@
 #define ldexp_lanes ISA(ldexp_lanes) /* (mask, x, n): x 2^n, for n from -126 on; elsewhere zeros */
 #define or_words ISA(or_words)
 #define and_words ISA(and_words)
+#define xor_words ISA(xor_words)
 #define add_words ISA(add_words)
 #define left_16 ISA(left_16) /* shifted */
 #define look_up ISA(look_up) /* (bytes_16, words): bytes by indices below 16 */
 #define right_4 ISA(right_4)
+/* Halves of lanes, 16 bits each, signed. */
+#define sub_halves ISA(sub_halves)           /* the nearest there is */
+#define mul_high_halves ISA(mul_high_halves) /* (x y + 2^14) >> 15 */
+#define right_8_halves ISA(right_8_halves)
+/* Four times 128 bits, each by itself. */
+#define pack_halves ISA(pack_halves) /* those of x and y as 8 bits, the nearest there is */
+#define low_32 ISA(low_32)           /* x0 y0 x1 y1, of 32 bits */
+#define high_32 ISA(high_32)         /* x2 y2 x3 y3 */
+#define low_64 ISA(low_64)           /* x0 y0, of 64 bits */
+#define high_64 ISA(high_64)
 #define left_20 ISA(left_20)
 #define left_24 ISA(left_24)
 #define right_8 ISA(right_8)
@@ -117,5 +129,10 @@
 #define floats_float8 ISA(floats_float8)
 #define activate ISA(activate)
 #define scales_at ISA(scales_at)
+#define Levels ISA(Levels)
+#define levels_of ISA(levels_of)
+#define levels_at ISA(levels_at)
+#define transpose_quads ISA(transpose_quads)
+#define sum_quads ISA(sum_quads)
 
 #endif

@@ -94,6 +94,10 @@ BASE INLINE Words splat_word(int32_t x) {
     return (Words){_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
 }
 
+BASE INLINE Words splat_64(int64_t x) {
+    return (Words){_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)};
+}
+
 BASE INLINE Floats add_lanes(Floats x, Floats y) {
     return (Floats){_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
 }
@@ -143,6 +147,9 @@ BASE INLINE Words or_words(Words x, Words y) {
 BASE INLINE Words and_words(Words x, Words y) {
     return (Words){_mm256_and_si256(x.low, y.low), _mm256_and_si256(x.high, y.high)};
 }
+BASE INLINE Words xor_words(Words x, Words y) {
+    return (Words){_mm256_xor_si256(x.low, y.low), _mm256_xor_si256(x.high, y.high)};
+}
 BASE INLINE Words add_words(Words x, Words y) {
     return (Words){_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)};
 }
@@ -158,6 +165,30 @@ BASE INLINE Words look_up(Words bytes, Words x) {
 }
 BASE INLINE Words right_4(Words x) {
     return (Words){_mm256_srli_epi32(x.low, 4), _mm256_srli_epi32(x.high, 4)};
+}
+BASE INLINE Words sub_halves(Words x, Words y) {
+    return (Words){_mm256_subs_epi16(x.low, y.low), _mm256_subs_epi16(x.high, y.high)};
+}
+BASE INLINE Words mul_high_halves(Words x, Words y) {
+    return (Words){_mm256_mulhrs_epi16(x.low, y.low), _mm256_mulhrs_epi16(x.high, y.high)};
+}
+BASE INLINE Words right_8_halves(Words x) {
+    return (Words){_mm256_srai_epi16(x.low, 8), _mm256_srai_epi16(x.high, 8)};
+}
+BASE INLINE Words pack_halves(Words x, Words y) {
+    return (Words){_mm256_packs_epi16(x.low, y.low), _mm256_packs_epi16(x.high, y.high)};
+}
+BASE INLINE Words low_32(Words x, Words y) {
+    return (Words){_mm256_unpacklo_epi32(x.low, y.low), _mm256_unpacklo_epi32(x.high, y.high)};
+}
+BASE INLINE Words high_32(Words x, Words y) {
+    return (Words){_mm256_unpackhi_epi32(x.low, y.low), _mm256_unpackhi_epi32(x.high, y.high)};
+}
+BASE INLINE Words low_64(Words x, Words y) {
+    return (Words){_mm256_unpacklo_epi64(x.low, y.low), _mm256_unpacklo_epi64(x.high, y.high)};
+}
+BASE INLINE Words high_64(Words x, Words y) {
+    return (Words){_mm256_unpackhi_epi64(x.low, y.low), _mm256_unpackhi_epi64(x.high, y.high)};
 }
 BASE INLINE Words left_20(Words x) {
     return (Words){_mm256_slli_epi32(x.low, 20), _mm256_slli_epi32(x.high, 20)};

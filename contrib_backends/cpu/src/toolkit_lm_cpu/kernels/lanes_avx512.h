@@ -40,6 +40,8 @@ BASE INLINE void store_halves(void *to, const void *from, int odd) {
 BASE INLINE Floats splat(float x) { return _mm512_set1_ps(x); }
 BASE INLINE Words splat_word(int32_t x) { return _mm512_set1_epi32(x); }
 
+BASE INLINE Words splat_64(int64_t x) { return _mm512_set1_epi64(x); }
+
 BASE INLINE Floats add_lanes(Floats x, Floats y) { return _mm512_add_ps(x, y); }
 BASE INLINE Floats sub_lanes(Floats x, Floats y) { return _mm512_sub_ps(x, y); }
 BASE INLINE Floats mul_lanes(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
@@ -57,6 +59,7 @@ BASE INLINE Floats ldexp_lanes(Mask mask, Floats x, Floats n) {
 }
 BASE INLINE Words or_words(Words x, Words y) { return _mm512_or_si512(x, y); }
 BASE INLINE Words and_words(Words x, Words y) { return _mm512_and_si512(x, y); }
+BASE INLINE Words xor_words(Words x, Words y) { return _mm512_xor_si512(x, y); }
 BASE INLINE Words add_words(Words x, Words y) { return _mm512_add_epi32(x, y); }
 BASE INLINE Words left_16(Words x) { return _mm512_slli_epi32(x, 16); }
 BASE INLINE Words left_20(Words x) { return _mm512_slli_epi32(x, 20); }
@@ -68,6 +71,14 @@ BASE INLINE Words bytes_16(const void *from) {
 }
 BASE INLINE Words look_up(Words bytes, Words x) { return _mm512_shuffle_epi8(bytes, x); }
 BASE INLINE Words right_4(Words x) { return _mm512_srli_epi32(x, 4); }
+BASE INLINE Words sub_halves(Words x, Words y) { return _mm512_subs_epi16(x, y); }
+BASE INLINE Words mul_high_halves(Words x, Words y) { return _mm512_mulhrs_epi16(x, y); }
+BASE INLINE Words right_8_halves(Words x) { return _mm512_srai_epi16(x, 8); }
+BASE INLINE Words pack_halves(Words x, Words y) { return _mm512_packs_epi16(x, y); }
+BASE INLINE Words low_32(Words x, Words y) { return _mm512_unpacklo_epi32(x, y); }
+BASE INLINE Words high_32(Words x, Words y) { return _mm512_unpackhi_epi32(x, y); }
+BASE INLINE Words low_64(Words x, Words y) { return _mm512_unpacklo_epi64(x, y); }
+BASE INLINE Words high_64(Words x, Words y) { return _mm512_unpackhi_epi64(x, y); }
 BASE INLINE Words pairs_float8(const void *from, const int format) {
     const Words x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
     const Words small = _mm512_castsi128_si512(SMALL_FLOAT8(format));

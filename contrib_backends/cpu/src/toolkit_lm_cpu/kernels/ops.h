@@ -83,6 +83,14 @@ static void pack_panel_of_codes(void *job, long panel) {
             else
                 for (long k = 0; k < inputs; k++) row[k] = from[p->order[k]];
         }
+        if (p->has_levels) {
+            const uint8_t added = (uint8_t)p->added;
+            uint8_t *bytes = (uint8_t *)to + (n % 4 * 4 + n / 4) * 16;
+            for (long k = 0; k < p->width; k += 32, bytes += 4 * 64)
+                for (long i = 0; i < 16; i++)
+                    bytes[i] = (uint8_t)((row[k + i] + added) | (row[k + 16 + i] + added) << 4);
+            continue;
+        }
         for (long k = 0; k < lanes; k++) {
             uint32_t codes[2] = {0, 0};
             memcpy(codes, row + k * 4 * each, (size_t)(4 * each));

@@ -41,9 +41,17 @@ typedef struct {
     const void *scales;
     const float *offsets; /* as scales, or NULL: all are 0 */
     const uint8_t *values; /* [16]: of codes of 4 bits, plus 128; or NULL */
+    /*
+     * Of 4 bits, where groups of codes have levels: codes of 8 bits of the output's scale.
+     * [N / 16][groups of codes][4][4] ratios; else NULL
+     */
+    const int8_t *ratios;
+    const int16_t *levels; /* [16]: less a zero, times a ratio, divided by 2^15, is a level */
+    const int16_t *zeros;  /* as ratios, or NULL: all are 0 */
     const int32_t *order; /* [inputs]: the place in x of each input, or NULL: the same */
     long scaled;         /* groups that have a scale of their own; 1: an output has one */
-    long groups, group;   /* groups of a row, and codes of a group */
+    long groups, group;   /* groups of a row of x, and codes of a group */
+    long part;            /* codes that have levels in common */
     int bits;             /* that a code has in memory: 4 or 8 */
     int is_half;
     int kernel;           /* its number in CODE_KERNELS of module.c */
@@ -90,6 +98,11 @@ static inline Codes codes_of(const Linear *l) {
     return c;
 }
 
+/* Ratios of a panel. */
+static inline long panel_ratios(const Quantized *q) {
+    return q->groups * q->group / q->part * LANES;
+}
+
 static inline long panel_bytes(const Quantized *q) {
     return q->groups * q->group * LANES * q->bits / 8;
 }
@@ -102,6 +115,7 @@ typedef struct {
     const int32_t *sums;          /* likewise */
     const char *panels;           /* one after the other */
     long first;                   /* the number of the first scale, and offset, of theirs */
+    long first_ratio, ratio_ahead;
     const char *ahead;            /* to prefetch */
     long first_ahead;             /* likewise: of the panels that follow */
     float *out;                   /* [rows][PANELS][16] */
@@ -121,6 +135,7 @@ typedef struct {
     uint32_t *to;
     long outputs, inputs, width; /* width: codes of a row of a panel */
     int bits, added;             /* bits of a code in memory, and what is added to it */
+    int has_levels;
     int failed;                  /* there was no memory */
 } PackCodes;
 
