@@ -46,7 +46,13 @@ class Preemptions:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    fields = {**VARIANTS["Qwen3_5ForCausalLM"]["dense"], "max_position_embeddings": 4096}
+    fields = {
+        **VARIANTS["Qwen3_5ForCausalLM"]["dense"],
+        "max_position_embeddings": 4096,
+        # Heads of the sizes that kernels take.
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
     model = make_model("Qwen3_5ForCausalLM", fields).eval()
     randomize(model)
     return make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), model)

@@ -19,6 +19,7 @@ LANES: int
 TILE: int
 MOST_SIZE: int
 AMX_INPUTS: int
+MOST_TAPS: int
 SEE_ALL: int
 SEE_PAST: int
 SEE_AROUND: int
@@ -204,4 +205,54 @@ def embed(
     tokens: int,
     lanes: int,
     width: int,
+) -> None: ...
+def convolve(
+    type: int,
+    /,
+    *,
+    tokens: int,
+    blocks: int,
+    starts: int,
+    rows: int,
+    length: int,
+    ring: int,
+    places: int,
+    page: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    x_stride: int,
+    channels: int,
+    size: int,
+    width: int,
+    is_bfloat16: bool,
+    activation: int,
+) -> None: ...
+def recur(
+    type: int,
+    /,
+    *,
+    tokens: int,
+    blocks: int,
+    starts: int,
+    rows: int,
+    length: int,
+    ring: int,
+    places: int,
+    page: int,
+    q: int,
+    k: int,
+    v: int,
+    decays: int,
+    factors: int,
+    out: int,
+    stride: int,
+    heads: int,
+    groups: int,
+    keys: int,
+    values: int,
+    scale: float,
+    eps: float,
+    is_delta: bool,
 ) -> None: ...

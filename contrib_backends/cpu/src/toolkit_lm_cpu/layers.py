@@ -17,6 +17,7 @@ from toolkit_lm.model import (
     LinearSpec,
     QuantizedWeight,
     Rows,
+    StateRows,
     UnquantizedMethod,
 )
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from toolkit_lm_cpu.library import (
 )
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
 from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
+from toolkit_lm_cpu.states import Convolutions, linear_attention
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),
@@ -107,6 +109,7 @@ class CpuKernels(Kernels):
         self._arena = Arena()
         self._workspace = Workspace(self._arena)
         self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._convolve = Convolutions()
         self._types = usable_types()
         """Number of the kernels by dtype. Empty: torch computes everything."""
         self._core: int | None = None
@@ -254,6 +257,31 @@ class CpuKernels(Kernels):
             size=scores.shape[1],
         )
         return best, indices
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        ring: Tensor,
+        rows: StateRows,
+    ) -> Tensor | None:
+        return self._convolve(x, weight, bias, activation, ring, rows)
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        factor: Tensor,
+        eps: float | None,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        return linear_attention(q, k, v, decay, factor, eps, ring, rows, out)
 
     def _takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernels can normalize x [tokens, N] or [tokens, heads, N]."""

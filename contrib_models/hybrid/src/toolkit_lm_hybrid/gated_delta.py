@@ -13,7 +13,6 @@ from toolkit_lm.model import (
     MergedColumnParallelLinear,
     RowParallelLinear,
     Shard,
-    get_activation,
     join,
 )
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 
 from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
 from toolkit_lm_hybrid.norm import GatedRMSNorm
-from toolkit_lm_hybrid.recurrence import linear_attention
+from toolkit_lm_hybrid.recurrence import attend, heads_of
 
 _EPS = 1e-6
 """Epsilon of the norms of queries and keys."""
@@ -50,11 +49,11 @@ class GatedDeltaNet(RecurrentMixer):
         self.num_groups = groups.size
         self.num_heads = heads.size
         self.sizes = [keys.size, keys.size, values.size]
-        self.activation = get_activation(config.get("hidden_act", str, "silu"))
         self.conv1d = CausalConv(
             (keys, keys, values),
             config.get("linear_conv_kernel_dim", int, 4),
             bias=False,
+            activation=config.get("hidden_act", str, "silu"),
             vllm_config=vllm_config,
         )
         self.dt_bias = head_parameter(heads)
@@ -114,17 +113,19 @@ class GatedDeltaNet(RecurrentMixer):
         beta = b.float().sigmoid()
         decay = torch.exp(-self.A_log.exp() * F.softplus(a.float() + self.dt_bias))
         for rows, (windows, states) in self.steps():
-            mixed = self.activation(self.conv1d(qkv[rows.tokens], windows, rows))
+            mixed = self.conv1d(qkv, windows, rows)
             q, k, v = torch.split(mixed, self.sizes, dim=-1)
-            q, k = (_normed(part.view(*part.shape[:2], self.num_groups, -1)) for part in (q, k))
-            out[rows.tokens] = linear_attention(
-                q * self.key_size**-0.5,
-                k,
-                v.view(*v.shape[:2], self.num_heads, -1),
-                decay[rows.tokens],
-                beta[rows.tokens],
+            attend(
+                self.kernels,
+                heads_of(q, self.num_groups),
+                heads_of(k, self.num_groups),
+                heads_of(v, self.num_heads),
+                decay,
+                beta,
+                eps=_EPS,
                 ring=states,
                 rows=rows,
+                out=out,
             )
 
 
@@ -149,8 +150,3 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         b, a = self.in_proj_ba(x).unflatten(-1, (groups, -1)).chunk(2, dim=-1)
         qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
         return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
-
-
-def _normed(x: Tensor) -> Tensor:
-    """x [..., N] of unit length."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)

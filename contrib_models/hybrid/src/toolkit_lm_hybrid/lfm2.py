@@ -41,7 +41,7 @@ class ShortConv(RecurrentMixer):
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
         out.zero_()
         for rows, [windows] in self.steps():
-            out[rows.tokens] = self.conv(inputs[0][rows.tokens], windows, rows)
+            out[rows.tokens] = self.conv(inputs[0], windows, rows)
 
 
 class Lfm2Attention(Qwen3Attention):

@@ -14,7 +14,6 @@ from toolkit_lm.model import (
     LinearSpec,
     RowParallelLinear,
     Shard,
-    get_activation,
     join,
     torch_dtype,
 )
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
 from toolkit_lm_hybrid.norm import GatedRMSNorm
-from toolkit_lm_hybrid.recurrence import linear_attention
+from toolkit_lm_hybrid.recurrence import attend, heads_of
 
 
 class Mamba2Shape(NamedTuple):
@@ -87,11 +86,11 @@ class Mamba2Mixer(RecurrentMixer):
         self.num_groups = groups.size
         self.sizes = [inner.size, inner.size + 2 * states.size, heads.size]
         self.conv_sizes = [inner.size, states.size, states.size]
-        self.activation = get_activation(config.get("hidden_act", str, "silu"))
         self.conv1d = CausalConv(
             (inner, states, states),
             shape.kernel_size,
             bias=shape.conv_bias,
+            activation=config.get("hidden_act", str, "silu"),
             vllm_config=vllm_config,
         )
         self.dt_bias = head_parameter(heads)
@@ -156,21 +155,23 @@ class Mamba2Mixer(RecurrentMixer):
         out.zero_()
         time = F.softplus(steps.float() + self.dt_bias).clamp(*self.limits)
         decay = torch.exp(-self.A_log.exp() * time)
+        heads = out.view(len(out), self.num_heads, -1)
         for rows, (windows, states) in self.steps():
-            convolved = self.activation(self.conv1d(mixed[rows.tokens], windows, rows))
+            convolved = self.conv1d(mixed, windows, rows)
             x, into, out_of = torch.split(convolved, self.conv_sizes, dim=-1)
-            x = x.view(*x.shape[:2], self.num_heads, -1)
-            into, out_of = (s.view(*s.shape[:2], self.num_groups, -1) for s in (into, out_of))
-            attended = linear_attention(
-                out_of,
-                into,
-                x * time[rows.tokens, :, None],
-                decay[rows.tokens],
-                None,
+            x = heads_of(x, self.num_heads)
+            attend(
+                self.kernels,
+                heads_of(out_of, self.num_groups),
+                heads_of(into, self.num_groups),
+                x,
+                decay,
+                time,
                 ring=states,
                 rows=rows,
+                out=heads,
             )
-            out[rows.tokens] = (attended + x * self.D[:, None]).flatten(2)
+            heads[rows.tokens] += x * self.D[:, None]
 
 
 class _InProj(LinearBase):

@@ -10,7 +10,14 @@ import torch
 from toolkit_lm.attention import BatchView, CacheBackend, CacheLayer, current
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheSpec, PageTensor
-from toolkit_lm.model import Shard, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import (
+    Shard,
+    ShardLoader,
+    choose_kernels,
+    get_activation,
+    new_parameter,
+    torch_dtype,
+)
 from torch import Tensor, nn
 
 from toolkit_lm_hybrid.spec import RecurrentStateSpec
@@ -72,12 +79,21 @@ class RecurrentBackend(CacheBackend):
 
 
 class CausalConv(nn.Module):
-    """Causal depthwise convolution: `shards` of the channels, kernels of `size` inputs."""
+    """Causal depthwise convolution, then the activation of that name: `shards` of the channels,
+    kernels of `size` inputs."""
 
     def __init__(
-        self, shards: Iterable[Shard], size: int, *, bias: bool, vllm_config: VllmConfig
+        self,
+        shards: Iterable[Shard],
+        size: int,
+        *,
+        bias: bool,
+        activation: str | None = None,
+        vllm_config: VllmConfig,
     ) -> None:
         super().__init__()
+        self.kernels = choose_kernels()
+        self.activation = activation
         loader = ShardLoader(tuple(shards))
         channels = sum(shard.size for shard in loader.shards)
         dtype = torch_dtype(vllm_config.model.dtype)
@@ -90,8 +106,13 @@ class CausalConv(nn.Module):
         return self.weight.shape[2] - 1, len(self.weight)
 
     def forward(self, x: Tensor, ring: Tensor, rows: Rows) -> Tensor:
-        """x [R, L, channels] -> the same, in float32. `ring` [blocks, places, size - 1, channels]
-        has the inputs before, and gets the last ones."""
+        """The tokens of `rows` of x [T, channels] -> [R, L, channels], in float32. `ring` [blocks,
+        places, size - 1, channels] has the inputs before, and gets the last ones."""
+        done = self.kernels.causal_conv(x, self.weight, self.bias, self.activation, ring, rows)
+        return self.convolve(x[rows.tokens], ring, rows) if done is None else done
+
+    def convolve(self, x: Tensor, ring: Tensor, rows: Rows) -> Tensor:
+        """x [R, L, channels] -> the same, in float32, in plain torch."""
         size = self.weight.shape[2]
         length = x.shape[1]
         wide = torch.cat([rows.load(ring), x.float()], dim=1)
@@ -101,7 +122,9 @@ class CausalConv(nn.Module):
         out = wide[:, :length] * weight[:, 0, 0]
         for i in range(1, size):
             out += wide[:, i : i + length] * weight[:, 0, i]
-        return out if self.bias is None else out.add_(self.bias.float())
+        if self.bias is not None:
+            out += self.bias.float()
+        return out if self.activation is None else get_activation(self.activation)(out)
 
 
 class RecurrentMixer(CacheLayer):
@@ -110,6 +133,10 @@ class RecurrentMixer(CacheLayer):
 
     backend = RecurrentBackend
     spec: RecurrentStateSpec
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.kernels = choose_kernels()
 
     def keep_states(self, *shapes: tuple[int, ...], vllm_config: VllmConfig) -> None:
         """Makes the layer's spec: one state of each shape per sequence."""

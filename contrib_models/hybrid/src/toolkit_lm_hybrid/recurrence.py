@@ -1,66 +1,79 @@
-"""Recurrences over the tokens of a sequence, one token after the other, in float32.
+"""Recurrences over the tokens of a sequence, in float32.
 
 A token's result does not depend on how steps cut the sequence.
 """
 
 from __future__ import annotations
 
-import torch
+from toolkit_lm.model import Kernels
 from torch import Tensor
 
 from toolkit_lm_hybrid.mixer import Rows
 
 
-def linear_attention(
+def attend(
+    kernels: Kernels,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor | None,
+    factor: Tensor,
     *,
+    eps: float | None = None,
+    ring: Tensor,
+    rows: Rows,
+    out: Tensor,
+) -> None:
+    """Linear attention with a decaying state per head: the state space dual of Mamba-2 (Dao and Gu
+    2024), and with `eps` the gated delta rule (Yang et al. 2024). The arguments are those of
+    `Kernels.linear_attention`, which computes it where it can."""
+    if kernels.linear_attention(q, k, v, decay, factor, eps, ring, rows, out):
+        return
+    if eps is not None:
+        q = unit(q, eps) * k.shape[-1] ** -0.5
+        k = unit(k, eps)
+    decay, factor = decay[rows.tokens], factor[rows.tokens]
+    out[rows.tokens] = one_by_one(q, k, v, decay, factor, eps is not None, ring, rows)
+
+
+def heads_of(x: Tensor, count: int) -> Tensor:
+    """x [R, L, count * size] -> [R, L, count, size]."""
+    return x.view(*x.shape[:2], count, -1)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x [..., N] of unit length."""
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    factor: Tensor,
+    is_delta: bool,
     ring: Tensor,
     rows: Rows,
 ) -> Tensor:
-    """Linear attention with a decaying state S [dk, dv] per head: q, k [R, L, groups, dk], v [R, L,
-    heads, dv], decay and beta [R, L, heads] -> q S [R, L, heads, dv].
-
-    S becomes decay S + k v: the state space dual of Mamba-2 (Dao and Gu 2024). With `beta` it
-    becomes decay S + k beta (v - k decay S): the gated delta rule (Yang et al. 2024). Heads share
-    the q and k of their group. `ring` [blocks, places, heads, dk, dv].
-    """
+    """One token after the other: q, k [R, L, groups, dk], v [R, L, heads, dv], decay and factor [R,
+    L, heads] -> q S [R, L, heads, dv]."""
     count, length, heads = v.shape[:3]
     repeats = heads // q.shape[2]
     # [L, R * heads, ...]
     q, k = (x.repeat_interleave(repeats, 2).transpose(0, 1).flatten(1, 2) for x in (q, k))
     v = v.transpose(0, 1).flatten(1, 2)
     decay = decay.transpose(0, 1).flatten(1, 2)[..., None, None]
-    learned = None if beta is None else beta.transpose(0, 1).flatten(1, 2)[..., None]
+    factor = factor.transpose(0, 1).flatten(1, 2)[..., None]
     loaded = rows.load(ring)
     state = loaded.flatten(0, 1)
-    out = torch.empty_like(v)
+    out = v.new_empty(v.shape)
     for token in range(length):
         state.mul_(decay[token])
         value = v[token]
-        if learned is not None:
-            value = (value - torch.bmm(k[token, :, None], state)[:, 0]) * learned[token]
-        state.baddbmm_(k[token, :, :, None], value[:, None])
-        torch.bmm(q[token, :, None], state, out=out[token, :, None])
+        if is_delta:
+            value = value - (k[token, :, None] @ state)[:, 0]
+        state.baddbmm_(k[token, :, :, None], (value * factor[token])[:, None])
+        out[token] = (q[token, :, None] @ state)[:, 0]
         rows.store(ring, token, loaded)
     return out.view(length, count, heads, -1).transpose(0, 1)
-
-
-def selective_scan(
-    x: Tensor, decay: Tensor, into: Tensor, out_of: Tensor, *, ring: Tensor, rows: Rows
-) -> Tensor:
-    """Selective state space of Mamba (Gu and Dao 2023): x [R, L, channels], decay [R, L, channels,
-    N], B and C [R, L, N] -> [R, L, channels].
-
-    The state h [channels, N] becomes decay h + x B. `ring` [blocks, places, channels, N].
-    """
-    state = rows.load(ring)
-    outputs = []
-    for token in range(x.shape[1]):
-        state.mul_(decay[:, token]).add_(x[:, token, :, None] * into[:, token, None])
-        outputs.append(torch.bmm(state, out_of[:, token, :, None])[..., 0])
-        rows.store(ring, token, state)
-    return torch.stack(outputs, dim=1)

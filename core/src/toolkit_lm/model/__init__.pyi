@@ -25,6 +25,7 @@ from .hf_config import HFConfig as HFConfig
 from .kernels import (
     FusedLayer as FusedLayer,
     Kernels as Kernels,
+    StateRows as StateRows,
     choose_kernels as choose_kernels,
     choose_method as choose_method,
     construction as construction,

@@ -29,6 +29,15 @@ both. None: the modules must compute this step.
 It is not called while a compiler traces the model.
 """
 
+StateRows = tuple[Tensor, Tensor, Tensor]
+"""R sequences that compute L tokens each in a step of recurrent layers: their tokens in the flat
+batch [R, L], neighbours each, their blocks [R], and how many tokens each had computed before [R],
+0: it has no state yet. All int64.
+
+States are in rings [blocks, places, *shape], float32: those after token t of a sequence in place
+t % places of its block.
+"""
+
 
 class Kernels:
     """The operations of layers, in plain torch, on any device. A subclass computes some of them in
@@ -48,6 +57,8 @@ class Kernels:
             "linear",
             "layer_norm",
             "likeliest",
+            "causal_conv",
+            "linear_attention",
         }
     )
     """Names that a subclass may override without a `fuse` of its own: fused layers do not compute
@@ -146,6 +157,45 @@ class Kernels:
         """The greatest value of each row [R, V] (NaN if there is any) and its index, the first of
         equals (int64): [R] each."""
         return torch.max(scores, dim=-1)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        ring: Tensor,
+        rows: StateRows,
+    ) -> Tensor | None:
+        """Causal depthwise convolution of the tokens of `rows`, then an activation: x [T,
+        channels], weight [channels, 1, size] -> [R, L, channels] in float32. None: it is left to
+        the caller, and nothing has changed.
+
+        `ring` has the last size - 1 inputs, [size - 1, channels].
+        """
+        return None
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        factor: Tensor,
+        eps: float | None,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        """Linear attention of the tokens of `rows`, with a decaying state S [dk, dv] per head: q, k
+        [R, L, groups, dk], v [R, L, heads, dv], decay and factor [T, heads] -> q S, to `out` [T,
+        heads, dv]. Everything is float32. False: it is left to the caller.
+
+        S becomes decay S + k factor v. With `eps` it becomes decay S + k factor (v - k decay S),
+        the gated delta rule (Yang et al. 2024), with q dk**-0.5 and k of unit length first, where
+        `eps` is added to the squares. Heads share the q and k of their group.
+        """
+        return False
 
 
 PLAIN = Kernels()

@@ -48,6 +48,16 @@
 #define LAYER_STEP_FIELDS(F)                                                                       \
     F(x) F(residual) F(y) F(adds) F(tokens) F(workspace)                                           \
     F(cos) F(sin) F(angle_stride) F(angle_size) F(slots)
+#define STATES_FIELDS(F)                                                                           \
+    F(tokens) F(blocks) F(starts) F(rows) F(length) F(ring) F(places) F(page)
+#define CONVOLVE_FIELDS(F)                                                                         \
+    STATES_FIELDS(F)                                                                               \
+    F(x) F(weight) F(bias) F(out) F(x_stride) F(channels) F(size) F(width) F(is_bfloat16)          \
+    F(activation)
+#define RECUR_FIELDS(F)                                                                            \
+    STATES_FIELDS(F)                                                                               \
+    F(q) F(k) F(v) F(decays) F(factors) F(out) F(stride) F(heads) F(groups) F(keys) F(values)      \
+    F(scale) F(eps) F(is_delta)
 
 /* (name of the class, list, struct); one that is a field of another comes before it. */
 #define TUPLES(T)                                                                                  \
@@ -69,7 +79,9 @@
     K(rotate, ROTATE_FIELDS, Rotate)                                                               \
     K(likeliest, LIKELIEST_FIELDS, Likeliest)                                                      \
     K(embed, EMBED_FIELDS, Embed)                                                                  \
-    K(run_layer, LAYER_STEP_FIELDS, LayerStep)
+    K(run_layer, LAYER_STEP_FIELDS, LayerStep)                                                     \
+    K(convolve, CONVOLVE_FIELDS, Convolution)                                                      \
+    K(recur, RECUR_FIELDS, Recurrence)
 
 /* These and those of tuples convert an object into what `to` points to. 0: an exception is set. */
 static int read_long(PyObject *given, void *to) {

@@ -14,6 +14,7 @@
 #include "layer.h"
 #include "ops.h"
 #include "product.h"
+#include "states.h"
 #include "step.h"
 #include "team.h"
 
@@ -23,6 +24,7 @@
 
 #include "lanes_avx2.h"
 #include "functions.h"
+#include "recurrence.h"
 #define CODES(x) x##_codes_avx2
 #define TARGET_CODES AVX2
 #define ZERO_8 0
@@ -46,6 +48,7 @@
 
 #include "lanes_avx512.h"
 #include "functions.h"
+#include "recurrence.h"
 #define CODES(x) x##_codes_avx512_vnni
 #define TARGET_CODES AVX512_VNNI
 #define ZERO_8 128
@@ -93,6 +96,8 @@ static const Item norm_types[] = TYPES_OF(norm);
 static const Item quantize_types[] = TYPES_OF(quantize);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
+#define ISA_OF(x, suffix, isa, dtype) isa,
+static const char *const isas[] = {KERNELS(ISA_OF, )};
 
 /*
  * Kernels of products of quantized weights, as KERNELS: suffix, instructions. All give the same.
@@ -377,6 +382,37 @@ static PyObject *embed(PyObject *self, PyObject *const *values, Py_ssize_t count
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
+/* What is compiled once for each set of instructions, for all kinds of elements. */
+#define FOR_ISA(x, type) (strcmp(isas[type], "avx2") == 0 ? x##_avx2 : x##_avx512)
+
+static PyObject *convolve(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                          PyObject *names) {
+    const Call call = {values, count, names};
+    Convolution c;
+    int type;
+    (void)self;
+    if (!take_convolve(call, 1, &c) || !read_kernel(values[0], &type)) return NULL;
+    const long items = c.rows * ((c.channels + SOME_CHANNELS - 1) / SOME_CHANNELS);
+    Py_BEGIN_ALLOW_THREADS share_out_if(
+        c.rows * c.length * c.channels > FEW, items, FOR_ISA(convolve, type), &c);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *recur(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                       PyObject *names) {
+    const Call call = {values, count, names};
+    Recurrence r = {0};
+    int type;
+    (void)self;
+    if (!take_recur(call, 1, &r) || !read_kernel(values[0], &type)) return NULL;
+    const long columns = (r.values + SOME_COLUMNS - 1) / SOME_COLUMNS,
+               items = r.rows * r.heads * columns;
+    Py_BEGIN_ALLOW_THREADS share_out_if(items * r.length * r.keys > FEW, items,
+                                        FOR_ISA(recur, type), &r);
+    Py_END_ALLOW_THREADS if (r.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 /*
  * The whole pages of (start, bytes). Where the system does not take the advice, all stays as it is.
  */
@@ -434,6 +470,8 @@ static PyMethodDef methods[] = {
     {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},
     {"embed", AS_KEYWORDS(embed),
      "embed(rows, *, ...): some of the rows of a packed weight, see ops.h."},
+    {"convolve", AS_KEYWORDS(convolve), "convolve(type, *, ...): see states.h."},
+    {"recur", AS_KEYWORDS(recur), "recur(type, *, ...): see states.h."},
     {"in_huge_pages", in_huge_pages, METH_VARARGS,
      "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
     {"lose", lose, METH_VARARGS,
@@ -462,8 +500,9 @@ static int export_all(PyObject *module) {
         const char *name;
         long number;
     } numbers[] = {ACTIVATIONS(NUMBER) NUMBER(LANES) NUMBER(TILE) NUMBER(MOST_SIZE)
-                       NUMBER(AMX_INPUTS) NUMBER(SEE_ALL) NUMBER(SEE_PAST) NUMBER(SEE_AROUND)
-                           NUMBER(AS_INT8) NUMBER(AS_E4M3) NUMBER(E4M3) NUMBER(E5M2)};
+                       NUMBER(AMX_INPUTS) NUMBER(MOST_TAPS) NUMBER(SEE_ALL) NUMBER(SEE_PAST)
+                           NUMBER(SEE_AROUND) NUMBER(AS_INT8) NUMBER(AS_E4M3) NUMBER(E4M3)
+                               NUMBER(E5M2)};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].number) < 0) return 0;
 #define ENTRY(x, suffix, isa, dtype) , isa, dtype, pair_##suffix

@@ -1,0 +1,148 @@
+"""Convolutions and linear attention of recurrent layers: equal to the formula in float64, and the
+same bits however steps cut sequences, and whatever else is in a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toolkit_lm_cpu import states
+from toolkit_lm_cpu.library import KERNELS
+from toolkit_lm_cpu.states import Convolutions, linear_attention
+
+GROUPS = 2
+HEADS = 4
+EPS = 1e-6
+
+
+@pytest.fixture(params=["avx2", "avx512"], autouse=True)
+def isa(request, monkeypatch):
+    numbers = {**KERNELS["avx2"], **KERNELS[request.param]}
+    monkeypatch.setattr(states, "usable_types", lambda: numbers)
+
+
+def rows_of(count, length, start=0):
+    tokens = torch.arange(count * length).view(count, length)
+    return tokens, torch.arange(count) + 1, torch.full((count,), start)
+
+
+def random(*shape):
+    return torch.rand(*shape) - 0.5
+
+
+def inputs(count, length, keys, values):
+    generator_state = torch.random.get_rng_state()
+    torch.manual_seed(3)
+    mixed = random(count, length, 2 * GROUPS * keys + HEADS * values)
+    decay, factor = torch.rand(2, count, length, HEADS)
+    torch.random.set_rng_state(generator_state)
+    return mixed, decay, factor
+
+
+def attend(mixed, decay, factor, keys, eps, ring, rows):
+    sizes = [GROUPS * keys, GROUPS * keys, mixed.shape[-1] - 2 * GROUPS * keys]
+    q, k, v = mixed.split(sizes, dim=-1)
+    q, k = (x.unflatten(-1, (GROUPS, -1)) for x in (q, k))
+    v = v.unflatten(-1, (HEADS, -1))
+    decay, factor = (x.flatten(0, 1).contiguous() for x in (decay, factor))
+    out = torch.zeros(len(decay), *v.shape[2:])
+    assert linear_attention(q, k, v, decay, factor, eps, ring, rows, out)
+    return out.view(v.shape)
+
+
+def formula(mixed, decay, factor, keys, eps, state):
+    """The recurrence in float64, and the states after each token."""
+    mixed, decay, factor, state = (x.double() for x in (mixed, decay, factor, state))
+    sizes = [GROUPS * keys, GROUPS * keys, mixed.shape[-1] - 2 * GROUPS * keys]
+    q, k, v = mixed.split(sizes, dim=-1)
+    q, k = (x.unflatten(-1, (GROUPS, -1)).repeat_interleave(2, 2) for x in (q, k))
+    v = v.unflatten(-1, (HEADS, -1))
+    if eps is not None:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + eps).sqrt() for x in (q, k))
+        q = q * keys**-0.5
+    outs, after = [], []
+    for t in range(mixed.shape[1]):
+        state = state * decay[:, t, :, None, None]
+        value = v[:, t]
+        if eps is not None:
+            value = value - torch.einsum("rhk,rhkv->rhv", k[:, t], state)
+        value = value * factor[:, t, :, None]
+        state = state + torch.einsum("rhk,rhv->rhkv", k[:, t], value)
+        outs.append(torch.einsum("rhk,rhkv->rhv", q[:, t], state))
+        after.append(state)
+    return torch.stack(outs, 1), after
+
+
+@pytest.mark.parametrize("eps", [None, EPS])
+@pytest.mark.parametrize("places", [1, 4])
+@pytest.mark.parametrize(
+    ("length", "keys", "values"), [(1, 128, 64), (3, 16, 16), (9, 48, 80), (5, 32, 144)]
+)
+@pytest.mark.parametrize("start", [0, 6])
+def test_linear_attention_is_its_formula(eps, places, length, keys, values, start):
+    ring = random(4, places, HEADS, keys, values)
+    first = ring[1:, (start - 1) % places] * (start > 0)
+    given = inputs(3, length, keys, values)
+    expected, after = formula(*given, keys, eps, first)
+    out = attend(*given, keys, eps, ring, rows_of(3, length, start))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for t in range(max(0, length - places), length):
+        found = ring[1:, (start + t) % places].double()
+        torch.testing.assert_close(found, after[t], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [None, EPS])
+def test_bits_depend_on_no_cut_and_no_neighbour(eps):
+    length = 11
+    given = inputs(3, length, 32, 80)
+    ring = torch.zeros(4, 1, HEADS, 32, 80)
+    whole = attend(*given, 32, eps, ring, rows_of(3, length))
+    cut_ring = torch.zeros_like(ring)
+    start = 0
+    for size in (1, 4, 1, 5):
+        piece = [x[:, start : start + size].contiguous() for x in given]
+        out = attend(*piece, 32, eps, cut_ring, rows_of(3, size, start))
+        assert out.equal(whole[:, start : start + size])
+        start += size
+    assert cut_ring.equal(ring)
+    for row in range(3):
+        alone = attend(
+            *(x[row : row + 1] for x in given), 32, eps, torch.zeros_like(ring), rows_of(1, length)
+        )
+        assert alone.equal(whole[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_convolution_is_its_formula_however_it_is_cut(dtype, activation):
+    channels, size, length = 272, 4, 9
+    x = random(2, length, channels).to(dtype)
+    weight = random(channels, 1, size).to(dtype)
+    bias = random(channels).to(dtype)
+    padded = torch.nn.functional.pad(x.double(), (0, 0, size - 1, 0))
+    windows = padded.unfold(1, size, 1)
+    expected = (windows * weight[:, 0].double()).sum(-1) + bias.double()
+    if activation is not None:
+        expected = torch.nn.functional.silu(expected)
+    ring = torch.full((3, 2, size - 1, channels), torch.nan)
+    convolve = Convolutions()
+    whole = convolve(x.flatten(0, 1), weight, bias, activation, ring, rows_of(2, length))
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
+    assert ring[1:, (length - 1) % 2].equal(x[:, length - size + 1 :].float())
+    start = 0
+    cut_ring = torch.full_like(ring, torch.nan)
+    for part in (1, 2, 1, 5):
+        piece = x[:, start : start + part].flatten(0, 1)
+        out = convolve(piece, weight, bias, activation, cut_ring, rows_of(2, part, start))
+        assert out.equal(whole[:, start : start + part])
+        start += part
+    assert cut_ring[1:].equal(ring[1:])
+
+
+def test_what_kernels_do_not_take_is_left_to_the_caller():
+    given = inputs(1, 2, 8, 16)
+    ring = torch.zeros(2, 1, HEADS, 8, 16)
+    with pytest.raises(AssertionError):
+        attend(*given, 8, None, ring, rows_of(1, 2))
+    weight = random(24, 1, 4)
+    ring = torch.zeros(2, 1, 3, 24)
+    assert Convolutions()(random(2, 24), weight, None, None, ring, rows_of(1, 2)) is None
