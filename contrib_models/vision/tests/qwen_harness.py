@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
@@ -20,6 +21,14 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from vision_harness import sequences
 
@@ -86,6 +95,82 @@ def qwen2_5_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: 
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+LEARNED = {
+    **TOWER,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 25,
+}
+HYBRID = {
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    # Large, so that rounding stays invisible (see the tests of hybrid families).
+    "rms_norm_eps": 0.4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+# All of them: a choice that rounding turns is an error of another kind.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5e5,
+    "mrope_section": [6, 5, 5],
+    "mrope_interleaved": True,
+}
+
+
+def qwen3_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    config = Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 32, "rope_parameters": MROPE, **text},
+        vision_config={**LEARNED, "deepstack_visual_indexes": [0, 2], **(tower or {})},
+        tie_word_embeddings=tie_word_embeddings,
+        **TOKENS,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def qwen3_vl_moe(**text: Any) -> Any:
+    config = Qwen3VLMoeConfig(
+        text_config={**TEXT, **EXPERTS, "head_dim": 32, "rope_parameters": MROPE, **text},
+        vision_config={**LEARNED, "deepstack_visual_indexes": [1]},
+        tie_word_embeddings=False,
+        **TOKENS,
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def qwen3_5(*, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    config = Qwen3_5Config(
+        text_config={**TEXT, **HYBRID, **text},
+        vision_config=LEARNED,
+        tie_word_embeddings=tie_word_embeddings,
+        **TOKENS,
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_5_moe(**text: Any) -> Any:
+    config = Qwen3_5MoeConfig(
+        text_config={**TEXT, **HYBRID, **SHARED, **text},
+        vision_config=LEARNED,
+        tie_word_embeddings=False,
+        **TOKENS,
+    )
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
     "qwen2_vl, tied, one patch a token": lambda: qwen2_vl(
@@ -95,12 +180,36 @@ FAMILIES = {
     "qwen2_5_vl, tied, windows of one token": lambda: qwen2_5_vl(
         tower={"window_size": 8}, tie_word_embeddings=True
     ),
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl, tied, three layers deep": lambda: qwen3_vl(
+        tower={"deepstack_visual_indexes": [2, 0, 1], "spatial_merge_size": 1},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_vl_moe": qwen3_vl_moe,
 }
+HYBRIDS = {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
+"""Recurrent layers need an engine."""
+BY_NIGHT = ("qwen3_vl, tied, three layers deep", "qwen3_vl_moe", "qwen3_5_moe")
+
+
+def by_day(*names: str) -> list[Any]:
+    """Names as parameters of a test, some of them by night only."""
+    return [
+        pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in names
+    ]
+
+
+def reads_videos(theirs: Any) -> bool:
+    return theirs.config.model_type in ("qwen2_vl", "qwen2_5_vl")
 
 
 def random_qwen(family: str) -> Any:
-    model = FAMILIES[family]()
+    model = (FAMILIES | HYBRIDS)[family]()
     randomize(model)
+    if not model.config.tie_word_embeddings:
+        with torch.no_grad():
+            # An answer with the token of a picture would ask transformers for its pixels.
+            model.lm_head.weight[[IMAGE, VIDEO]] = 0
     # Pixels of a patch are many, and a random tower is no trained one.
     with torch.no_grad():
         model.model.visual.patch_embed.proj.weight.mul_(0.3)

@@ -18,18 +18,22 @@ from qwen_harness import (
     VOCAB,
     Item,
     arguments,
+    by_day,
     encoded,
     logits_of_prompts,
     picture,
     prompt_of,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
     random_qwen,
+    reads_videos,
     rules_of,
     video,
 )
 from safetensors.torch import load_file, save_file
-from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm.errors import CheckpointError, RequestError, UnsupportedError
 from toolkit_lm.model import LinearBase, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import checkpoint_config, hidden_states, load_checkpoint, run_ranks
@@ -45,7 +49,7 @@ def plugins():
     return Plugins.load()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=by_day(*FAMILIES))
 def family(request, tmp_path_factory, plugins):
     """The model of transformers, ours, and our rules."""
     theirs = random_qwen(request.param)
@@ -65,11 +69,16 @@ def prompts_of(theirs, rules):
     text."""
     seconds = 1.5 if theirs.config.model_type == "qwen2_5_vl" else None
     a, b, c, d, e = PICTURES
-    return [
+    pictures = [
         prompt_of(rules, TEXT[0], a, TEXT[1], b, TEXT[2], c, TEXT[1]),
         prompt_of(rules, d, TEXT[0]),
         prompt_of(rules, TEXT[2]),
         prompt_of(rules, TEXT[0], e, a),
+    ]
+    if not reads_videos(theirs):
+        return pictures
+    return [
+        *pictures,
         prompt_of(
             rules, TEXT[1], video(3, 4, 6, seconds), TEXT[0], b, video(5, 4, 4, seconds), TEXT[2]
         ),
@@ -79,15 +88,13 @@ def prompts_of(theirs, rules):
 
 @torch.inference_mode()
 def their_features(theirs, items):
-    """Features of each item alone."""
+    """Features of each item alone, with those of deeper layers behind them."""
     found = []
     for item in items:
         get = theirs.get_image_features if item.modality == "image" else theirs.get_video_features
-        found.append(
-            get(
-                torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True
-            ).pooler_output[0]
-        )
+        out = get(torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True)
+        deep = [state[0] for state in out.get("deepstack_features") or ()]
+        found.append(torch.cat([out.pooler_output[0], *deep], dim=-1))
     return found
 
 
@@ -98,7 +105,8 @@ def assert_near(found, expected):
 
 def test_embeddings_of_items_of_any_size(family):
     theirs, model, _ = family
-    items = [*PICTURES, video(3, 4, 6), video(1, 2, 2), video(2, 14, 6)]
+    videos = [video(3, 4, 6), video(1, 2, 2), video(2, 14, 6)]
+    items = [*PICTURES, *(videos if reads_videos(theirs) else ())]
     found = encoded(model, items)
     for one, other in zip(found, their_features(theirs, items), strict=True):
         assert other.std() > 0.1
@@ -199,7 +207,7 @@ def in_other_words(theirs, folder, *, names="file", config="nested"):
     return folder
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_day(*FAMILIES))
 def test_checkpoints_by_any_names_are_the_same(name, tmp_path, plugins):
     theirs = random_qwen(name)
     model, rules = ours(in_other_words(theirs, tmp_path / "usual"), plugins)
@@ -218,14 +226,11 @@ def test_checkpoints_by_any_names_are_the_same(name, tmp_path, plugins):
 
 def test_layers_are_called_as_in_files(family):
     """So that a quantization finds which layers it leaves alone."""
-    _, model, _ = family
+    theirs, model, _ = family
     prefixes = {module.prefix for module in model.modules() if isinstance(module, LinearBase)}
-    assert {
-        "model.embed_tokens",
-        "model.layers.0.self_attn.qkv_proj",
-        "visual.blocks.2.mlp",
-        "visual.merger.mlp.0",
-    } <= {prefix.removesuffix(".fc1").removesuffix(".gate_up_proj") for prefix in prefixes}
+    own = dict(theirs.model.visual.named_modules())
+    assert {"model.embed_tokens", "model.layers.1.self_attn.qkv_proj"} <= prefixes
+    assert len([prefix for prefix in prefixes if prefix.removeprefix("visual.") in own]) >= 3
 
 
 def test_weights_that_lack_are_named(family, tmp_path, plugins):
@@ -234,8 +239,9 @@ def test_weights_that_lack_are_named(family, tmp_path, plugins):
     with construction(models=plugins.models):
         model = type(loaded)(vllm_config=checkpoint_config(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
+    last = [name for name in weights if name.startswith("model.visual.merger.")][-1]
     for name in (
-        "model.visual.merger.mlp.2.weight",
+        last,
         "model.visual.blocks.1.attn.qkv.bias",
         "model.language_model.norm.weight",
     ):
@@ -250,12 +256,13 @@ def test_weights_that_lack_are_named(family, tmp_path, plugins):
     model.load_weights(weights.items())
 
 
-@pytest.mark.parametrize("make", [qwen2_vl, qwen2_5_vl])
+@pytest.mark.parametrize("make", [qwen2_vl, qwen2_5_vl, qwen3_vl_moe])
 def test_two_ranks_and_two_stages(make, tmp_path, plugins):
     theirs = make()
     theirs.eval().save_pretrained(tmp_path)
     model, rules = ours(tmp_path, plugins)
-    prompt = prompt_of(rules, TEXT[0], PICTURES[0], TEXT[1], video(2, 4, 4), TEXT[2])
+    clip = [video(2, 4, 4)] if reads_videos(theirs) else []
+    prompt = prompt_of(rules, TEXT[0], PICTURES[0], TEXT[1], *clip, TEXT[2])
     [expected] = logits_of_prompts(model, [prompt])
 
     def compute(rank):
@@ -275,6 +282,12 @@ def test_two_ranks_and_two_stages(make, tmp_path, plugins):
     [whole] = hidden_states([model], [torch.tensor(TEXT[2])])
     assert_near(through, whole)
     assert not any(name.startswith("encoder") for name, _ in last.named_parameters())
+
+
+def test_the_first_stage_has_the_layers_of_deepstack(tmp_path, plugins):
+    qwen3_vl().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"2 layers .* lower pipeline_parallel_size"):
+        ours(tmp_path, plugins, pipeline_parallel_size=2)
 
 
 # Rules
@@ -374,7 +387,7 @@ def test_the_rules_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", by_day(*(name for name in FAMILIES if "," not in name)))
 def test_bfloat16_error_is_that_of_transformers(name, tmp_path, plugins):
     """Both are compared with transformers in float32, on the weights that bfloat16 leaves."""
     half = random_qwen(name).to(torch.bfloat16)

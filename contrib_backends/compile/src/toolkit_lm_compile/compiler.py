@@ -366,17 +366,20 @@ def _examples(
         dynamic = plain | other
         with torch.inference_mode():
             arguments = {
-                name: _example(config, name, dimension) for name, dimension in dynamic.items()
+                name: _example(model, config, name, dimension)
+                for name, dimension in dynamic.items()
             }
         yield arguments, dynamic
 
 
-def _example(config: VllmConfig, name: str, dimension: int) -> Tensor:
+def _example(model: Model, config: VllmConfig, name: str, dimension: int) -> Tensor:
     device = torch.device(config.device.device)
     if name in ("inputs_embeds", "encoder_hidden_states"):
         part = "encoder" if name == "encoder_hidden_states" else "text_config"
         sizes = config.hf_config.get(part) or config.hf_config
         num_tokens = _ENCODED if name == "encoder_hidden_states" else _TOKENS
         size = next(sizes[key] for key in ("hidden_size", "d_model", "n_embd") if key in sizes)
+        # A model whose `inputs_embeds` are wider than its hidden states says so.
+        size = getattr(model, "embed_size", size) if name == "inputs_embeds" else size
         return torch.zeros(num_tokens, size, dtype=torch_dtype(config.model.dtype), device=device)
     return torch.zeros((3, _TOKENS) if dimension else (_TOKENS,), dtype=torch.int64, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.bypass import Bypassable, module_alteration
 from toolkit_lm.config import VllmConfig
@@ -28,6 +29,7 @@ from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_decoder.causal_lm import CausalLM, Decoder
+from toolkit_lm_decoder.dense import dense
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -279,7 +281,11 @@ class LlamaDecoderLayer(FusibleLayer):
 
 
 class LlamaModel(Decoder):
-    """The embedding, the layers and the last norm."""
+    """The embedding, the layers and the last norm.
+
+    `inputs_embeds` may be wider than the hidden size H: columns from H on are what is added after
+    the first layers, H columns for each (DeepStack, Meng et al. 2024).
+    """
 
     embed_tokens: nn.Module
 
@@ -288,6 +294,7 @@ class LlamaModel(Decoder):
     ) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
+        self.hidden_size = config.require("hidden_size", int)
         self.rotary = self._rotary(config)
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
@@ -301,6 +308,13 @@ class LlamaModel(Decoder):
         return RotaryEmbedding(
             RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config
         )
+
+    def split_embeds(self, x: Tensor) -> list[Tensor]:
+        """Hidden states before the first layer [T, H], and those to add after each of the first
+        layers."""
+        if x.shape[-1] == self.hidden_size:
+            return [x]
+        return [dense(part) for part in torch.split(x, self.hidden_size, dim=-1)]
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """The rotation of tokens at positions [T], for each layer that this rank owns."""
@@ -321,8 +335,11 @@ class LlamaModel(Decoder):
         else:
             x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             residual = None
-        for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
-            x, residual = layer(x, residual, rotation)
+        x, *deep = self.split_embeds(x)
+        for index, rotation in enumerate(self.rotations(positions)):
+            x, residual = self.layers.owned[index](x, residual, rotation)
+            if index < len(deep):
+                x = x + deep[index]
         if not self.is_last:
             assert residual is not None, "a pipeline rank without layers"
             return {"hidden_states": x, "residual": residual}

@@ -20,6 +20,22 @@ MODELS: dict[str, tuple[str, str]] = {
         "qwen2_vl:Qwen2_5_VLForConditionalGeneration",
         "qwen2_vl_rules:Qwen25VLRules",
     ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3_vl:Qwen3VLForConditionalGeneration",
+        "qwen2_vl_rules:Qwen3VLRules",
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl:Qwen3VLMoeForConditionalGeneration",
+        "qwen2_vl_rules:Qwen3VLRules",
+    ),
+    "Qwen3_5ForConditionalGeneration": (
+        "qwen3_vl:Qwen3_5ForConditionalGeneration",
+        "qwen2_vl_rules:Qwen35Rules",
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "qwen3_vl:Qwen3_5MoeForConditionalGeneration",
+        "qwen2_vl_rules:Qwen35Rules",
+    ),
 }
 """Architectures; the module and class of each; and its rules for prompts."""
 MODEL_TYPES = {
@@ -27,6 +43,10 @@ MODEL_TYPES = {
     "LlavaForConditionalGeneration": "llava",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 """Older checkpoints have no `text_config`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +28,6 @@ _OLDER = (
     (re.compile(r"^model\.(?!visual\.|language_model\.)"), "model.language_model."),
 )
 """How files name weights, which transformers 5 has in a model of their own."""
-_SECTIONS = [16, 24, 24]
 
 
 class Qwen2VLImages(Model):
@@ -36,12 +35,14 @@ class Qwen2VLImages(Model):
 
     packed = {"gate_up_proj": ("gate_proj", "up_proj")}
     renames = ((r"^model\.", ""),)
-    windowed: ClassVar[bool] = False
+    kind: ClassVar[str] = "qwen2_vl"
+    """Kind of the tower, as in PatchShape."""
+    tower: ClassVar[type[PatchTower]] = PatchTower
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.windowed)
-        self.visual = PatchTower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "visual"))
+        self.shape = PatchShape.read(vllm_config.hf_config, self.kind)
+        self.visual = self.tower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "visual"))
 
     def forward(  # type: ignore[override]
         self, patches: list[Tensor], grids: list[Grid], sequences: EncoderSequences
@@ -63,7 +64,7 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
 
 
 class Qwen25VLImages(Qwen2VLImages):
-    windowed = True
+    kind = "qwen2_5_vl"
 
 
 class _Renamed:
@@ -84,10 +85,18 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
 
     encoder_class: ClassVar[type[Qwen2VLImages]] = Qwen2VLImages
     language_name = ""
+    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    language: ClassVar[Mapping[str, Any]] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+    }
+    """Values in the config.json of the language part, whatever the checkpoint's are."""
+    defaults = {"rope_theta": 1e6}
+    rope_defaults: ClassVar[Mapping[str, Any]] = {"mrope_section": [16, 24, 24]}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.encoder_class.windowed)
+        self.shape = PatchShape.read(vllm_config.hf_config, self.encoder_class.kind)
 
     def text_config(self) -> dict[str, Any]:
         config = HFConfig(self.vllm_config.hf_config)
@@ -99,17 +108,15 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
             HFConfig(part).get("tie_word_embeddings", bool, False)
             for part in (config.values, text_config)
         )
-        found = {
-            "rope_theta": 1e6,
-            **text_config,
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "tie_word_embeddings": tied,
-        }
+        found = {**self.defaults, **text_config, **self.language, "tie_word_embeddings": tied}
         rope = HFConfig(found).get("rope_parameters", dict) or HFConfig(found).get(
             "rope_scaling", dict, {}
         )
-        return {**found, "rope_parameters": {"mrope_section": _SECTIONS, **rope}}
+        return {
+            **found,
+            "rope_parameters": {**self.rope_defaults, **rope},
+            "rope_scaling": None,
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(_Renamed(weights))
@@ -152,7 +159,7 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
         grid = Array.of(np.array([1, side, side]))
         return [
             (modality, {Names(modality).pixels: pixels, Names(modality).grid: grid})
-            for modality in ("image", "video")
+            for modality in self.modalities
         ]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 SECONDS = "second_per_grid_ts"
-_TOKENS = {"image": 151655, "video": 151656}
 _MOST_PATCHES = 2**24
 
 
@@ -35,16 +34,21 @@ class Qwen2VLRules(MultiModalRules):
     """An item is as many image tokens, or video tokens, as its grid of patches has squares that are
     merged."""
 
-    modalities = ("image", "video")
-    windowed: ClassVar[bool] = False
-    """The tower is Qwen2.5-VL's."""
+    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    tower: ClassVar[str] = "qwen2_vl"
+    """Kind of the tower, as in PatchShape."""
+
+    tokens: ClassVar[Mapping[str, int]] = {"image": 151655, "video": 151656}
+    """Placeholders that config.json does not state."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        self.shape = PatchShape.read(config.hf_config, windowed=self.windowed)
+        self.shape = PatchShape.read(config.hf_config, self.tower)
 
     def placeholder_id(self, modality: str) -> int:
-        token = HFConfig(self.config.hf_config).get(f"{modality}_token_id", int, _TOKENS[modality])
+        token = HFConfig(self.config.hf_config).get(
+            f"{modality}_token_id", int, self.tokens[modality]
+        )
         if not 0 <= token < (self.config.vocab_size or token + 1):
             raise CheckpointError(
                 f"config.json: the {modality} token {token} is not in the vocabulary."
@@ -66,7 +70,7 @@ class Qwen2VLRules(MultiModalRules):
         grid = self._grid(names.grid, data[names.grid])
         num_tokens = self.shape.num_tokens(grid)
         rows = (
-            (num_tokens, self.shape.out_size)
+            (num_tokens, self.shape.embed_size)
             if values == "embeds"
             else (grid.num_patches, self.shape.patch_values)
         )
@@ -120,4 +124,19 @@ class Qwen2VLRules(MultiModalRules):
 class Qwen25VLRules(Qwen2VLRules):
     """Rules of Qwen2-VL, but the frames of a video have positions by time."""
 
-    windowed = True
+    tower = "qwen2_5_vl"
+
+
+class Qwen3VLRules(Qwen2VLRules):
+    """Rules of Qwen2-VL for pictures. Of videos, frames stand alone between the times of each in
+    text: these are not read."""
+
+    modalities = ("image",)
+    tower = "qwen3_vl"
+
+
+class Qwen35Rules(Qwen3VLRules):
+    """Rules of Qwen3-VL; its tokens have other ids."""
+
+    tower = "qwen3_5"
+    tokens = {"image": 248056}

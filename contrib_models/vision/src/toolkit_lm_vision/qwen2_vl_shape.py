@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +20,25 @@ _COMMON = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_DEFAULTS: dict[bool, dict[str, Any]] = {
-    False: {
+_LEARNED = {
+    **_COMMON,
+    "depth": 27,
+    "patch_size": 16,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_position_embeddings": 2304,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
         **_COMMON,
         "embed_dim": 1280,
         "hidden_size": 3584,
         "hidden_act": "quick_gelu",
         "mlp_ratio": 4,
     },
-    True: {
+    "qwen2_5_vl": {
         **_COMMON,
         "hidden_size": 3584,
         "intermediate_size": 3420,
@@ -37,9 +48,10 @@ _DEFAULTS: dict[bool, dict[str, Any]] = {
         "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 4,
     },
+    "qwen3_vl": {**_LEARNED, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen3_5": _LEARNED,
 }
-"""Defaults of transformers for keys that a config leaves out: Qwen2-VL (False) and Qwen2.5-VL
-(True)."""
+"""Defaults of transformers by kind of tower, for keys that a config leaves out."""
 
 
 class Grid(NamedTuple):
@@ -56,7 +68,8 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShape:
-    """Shape of Qwen2-VL's tower, or of Qwen2.5-VL's, which has windows."""
+    """Shape of a tower of the Qwen-VL models: Qwen2-VL's; Qwen2.5-VL's, which has windows; or
+    Qwen3-VL's and Qwen3.5's, which have learned positions."""
 
     hidden_size: int
     inner_size: int
@@ -70,32 +83,38 @@ class PatchShape:
     """A square of merge x merge patches is one token."""
     activation: str
     theta: float
-    window: int
+    window: int = 0
     """Tokens per side of a window; 0: no windows."""
-    full_layers: tuple[int, ...]
+    full_layers: tuple[int, ...] = ()
     """Layers without windows."""
-    tokens_per_second: int | None
+    tokens_per_second: int | None = None
     """Positions of a second of video; None: a frame's position is its place."""
+    num_positions: int = 0
+    """Learned positions of patches, those of a square; 0: none."""
+    deep_layers: tuple[int, ...] = ()
+    """Layers whose states are added after the language model's first layers (DeepStack)."""
 
     @classmethod
-    def read(cls, hf_config: Mapping[str, Any], *, windowed: bool) -> PatchShape:
-        """Reads a config.json with a `vision_config`. Raises CheckpointError."""
-        audio_config: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
+    def read(cls, hf_config: Mapping[str, Any], kind: str) -> PatchShape:
+        """Reads a config.json with a `vision_config` of a kind in `_DEFAULTS`. Raises
+        CheckpointError."""
+        vision_config: dict[str, Any] = HFConfig(hf_config).require("vision_config", dict)
         config = HFConfig(
             {
-                **_DEFAULTS[windowed],
-                **{key: value for key, value in audio_config.items() if value is not None},
+                **_DEFAULTS[kind],
+                **{key: value for key, value in vision_config.items() if value is not None},
             }
         )
-        size = config.require("hidden_size" if windowed else "embed_dim", int)
+        is_first = kind == "qwen2_vl"
+        size = config.require("embed_dim" if is_first else "hidden_size", int)
         patch = config.require("patch_size", int)
         merge = config.require("spatial_merge_size", int)
         shape = cls(
             hidden_size=size,
-            inner_size=config.require("intermediate_size", int)
-            if windowed
-            else int(size * config.require("mlp_ratio", float)),
-            out_size=config.require("out_hidden_size" if windowed else "hidden_size", int),
+            inner_size=int(size * config.require("mlp_ratio", float))
+            if is_first
+            else config.require("intermediate_size", int),
+            out_size=config.require("hidden_size" if is_first else "out_hidden_size", int),
             num_layers=config.require("depth", int),
             num_heads=config.require("num_heads", int),
             patch_values=config.require("in_channels", int)
@@ -106,32 +125,57 @@ class PatchShape:
             theta=HFConfig(config.get("rope_parameters", dict, {})).get(
                 "rope_theta", float, 10000.0
             ),
-            window=config.require("window_size", int) // merge // patch
-            if windowed and min(merge, patch) > 0
-            else 0,
-            full_layers=tuple(config.require("fullatt_block_indexes", list)) if windowed else (),
-            tokens_per_second=config.require("tokens_per_second", int) if windowed else None,
+            **cls._own(config, kind),
         )
+        shape._check()
+        return shape
+
+    @staticmethod
+    def _own(config: HFConfig, kind: str) -> dict[str, Any]:
+        """What only some kinds of towers have."""
+        if kind == "qwen2_5_vl":
+            divisor = config.require("spatial_merge_size", int) * config.require("patch_size", int)
+            return {
+                # Below 0 where there is none: `_check` refuses it.
+                "window": config.require("window_size", int) // max(divisor, 1) or -1,
+                "full_layers": tuple(config.require("fullatt_block_indexes", list)),
+                "tokens_per_second": config.require("tokens_per_second", int),
+            }
+        if "num_position_embeddings" not in _DEFAULTS[kind]:
+            return {}
+        deep = config.get("deepstack_visual_indexes", list, []) if kind == "qwen3_vl" else []
+        return {
+            "num_positions": config.require("num_position_embeddings", int) or -1,
+            "deep_layers": tuple(deep),
+        }
+
+    def _check(self) -> None:
         sizes = (
-            shape.hidden_size,
-            shape.inner_size,
-            shape.out_size,
-            shape.num_layers,
-            shape.num_heads,
-            shape.patch_values,
-            merge,
+            self.hidden_size,
+            self.inner_size,
+            self.out_size,
+            self.num_layers,
+            self.num_heads,
+            self.patch_values,
+            self.merge,
         )
-        least = min(*sizes, shape.window if windowed else 1)
         if (
-            least < 1
-            or shape.hidden_size % (4 * shape.num_heads)
-            or shape.num_layers > 2**10
-            or max(sizes) > 2**24
+            min(*sizes, self.window + 1, self.num_positions + 1) < 1
+            or self.hidden_size % (4 * self.num_heads)
+            or self.num_layers > 2**10
+            or max(*sizes, self.num_positions) > 2**24
+            or isqrt(max(self.num_positions, 0)) ** 2 != self.num_positions
+            or len(set(self.deep_layers)) < len(self.deep_layers)
+            or not set(self.deep_layers) <= set(range(self.num_layers))
         ):
             raise CheckpointError(
-                f"config.json: 'vision_config' describes no vision tower: {shape}."
+                f"config.json: 'vision_config' describes no vision tower: {self}."
             )
-        return shape
+
+    @property
+    def embed_size(self) -> int:
+        """Length of a token's embedding: those of DeepStack follow that of the merged states."""
+        return self.out_size * (1 + len(self.deep_layers))
 
     def num_tokens(self, grid: Grid) -> int:
         """Number of tokens of an item."""

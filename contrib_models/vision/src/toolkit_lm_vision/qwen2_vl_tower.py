@@ -3,9 +3,9 @@ embeddings of squares of them out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ class PatchEmbedding(nn.Module):
         self.proj = ReplicatedLinear(
             shape.patch_values,
             shape.hidden_size,
+            bias=shape.num_positions > 0,
             vllm_config=vllm_config,
             prefix=join(prefix, "proj"),
         )
@@ -95,26 +96,33 @@ class PatchAttention(nn.Module):
 
 
 class PatchMLP(nn.Module):
-    """Qwen2-VL's: x [N, H] -> residual + feed-forward(x) [N, H]."""
+    """Feed-forward of Qwen2-VL and Qwen3-VL: x [N, H] -> residual + feed-forward(x) [N, H]."""
+
+    names: ClassVar[tuple[str, str]] = ("fc1", "fc2")
+    """Names of the two layers in checkpoints."""
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         size = shape.hidden_size
         inner = shape.inner_size
-        self.fc1 = ColumnParallelLinear(
+        first, last = self.names
+        up = ColumnParallelLinear(
             size,
             inner,
             bias=True,
             activation=shape.activation,
             vllm_config=vllm_config,
-            prefix=join(prefix, "fc1"),
+            prefix=join(prefix, first),
         )
-        self.fc2 = RowParallelLinear(
-            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2")
+        down = RowParallelLinear(
+            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, last)
         )
+        self.add_module(first, up)
+        self.add_module(last, down)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x), residual)
+        first, last = (self.get_submodule(name) for name in self.names)
+        out: Tensor = last(first(x), residual)
         return out
 
 
@@ -145,12 +153,15 @@ class GatedPatchMLP(nn.Module):
 class PatchBlock(nn.Module):
     """One layer: x [N, H] -> [N, H]."""
 
+    feed_forward: ClassVar[Callable[..., nn.Module] | None] = None
+    """Class of the feed-forward; None: by the shape."""
+
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.norm1 = _norm(shape, vllm_config)
         self.norm2 = _norm(shape, vllm_config)
         self.attn = PatchAttention(shape, vllm_config=vllm_config, prefix=join(prefix, "attn"))
-        self.mlp = (GatedPatchMLP if shape.window else PatchMLP)(
+        self.mlp = (self.feed_forward or (GatedPatchMLP if shape.window else PatchMLP))(
             shape, vllm_config=vllm_config, prefix=join(prefix, "mlp")
         )
 
@@ -199,6 +210,9 @@ class PatchTower(nn.Module):
     in squares that are merged.
     """
 
+    block: ClassVar[Callable[..., nn.Module]] = PatchBlock
+    merger_class: ClassVar[Callable[..., nn.Module]] = PatchMerger
+
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.shape = shape
@@ -208,15 +222,17 @@ class PatchTower(nn.Module):
             shape, vllm_config=vllm_config, prefix=join(prefix, "patch_embed")
         )
         self.blocks = nn.ModuleList(
-            PatchBlock(shape, vllm_config=vllm_config, prefix=join(prefix, f"blocks.{i}"))
+            self.block(shape, vllm_config=vllm_config, prefix=join(prefix, f"blocks.{i}"))
             for i in range(shape.num_layers)
         )
-        self.merger = PatchMerger(shape, vllm_config=vllm_config, prefix=join(prefix, "merger"))
+        self.merger = self.merger_class(
+            shape, vllm_config=vllm_config, prefix=join(prefix, "merger")
+        )
 
     def forward(
         self, patches: Tensor, grids: Sequence[Grid], sequences: EncoderSequences
     ) -> Tensor:
-        places = np.concatenate([_places(grid, self.shape.merge) for grid in grids])
+        places = np.concatenate([places_of(grid, self.shape.merge) for grid in grids])
         frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
         order, windows = _windows(grids, self.shape) if self.shape.window else (None, [])
         if order is not None:
@@ -224,7 +240,7 @@ class PatchTower(nn.Module):
                 self._squares(patches)[torch.from_numpy(order)].flatten(0, 1),
                 self._squares(places)[order].reshape(-1, 2),
             )
-        rotation = self._rotation(torch.from_numpy(places).to(patches.device))
+        rotation = self.rotation(torch.from_numpy(places).to(patches.device))
         x = self.patch_embed(patches)
         for lengths, run in groupby(
             enumerate(self.blocks),
@@ -240,7 +256,7 @@ class PatchTower(nn.Module):
         """[N, ...] -> [N / merge², merge², ...]."""
         return rows.reshape(-1, self.shape.merge**2, rows.shape[-1])
 
-    def _rotation(self, places: Tensor) -> Rotation:
+    def rotation(self, places: Tensor) -> Rotation:
         """Half of a head's dimensions are turned by the row of a patch [N, 2], half by its
         column."""
         size = self.shape.hidden_size // self.shape.num_heads // 2
@@ -254,7 +270,7 @@ class PatchTower(nn.Module):
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False, self.kernels)
 
 
-def _places(grid: Grid, merge: int) -> np.ndarray:
+def places_of(grid: Grid, merge: int) -> np.ndarray:
     """[patches, 2] rows and columns of a grid's patches, square after square."""
     frame = np.stack(np.meshgrid(np.arange(grid.h), np.arange(grid.w), indexing="ij"), axis=-1)
     squares = frame.reshape(grid.h // merge, merge, grid.w // merge, merge, 2).swapaxes(1, 2)
