@@ -8,6 +8,10 @@ MODELS: dict[str, tuple[str, str]] = {
         "gemma3:Gemma3ForConditionalGeneration",
         "gemma3_rules:Gemma3Rules",
     ),
+    "InternVLForConditionalGeneration": (
+        "internvl:InternVLForConditionalGeneration",
+        "internvl_rules:InternVLRules",
+    ),
     "LlavaForConditionalGeneration": (
         "llava:LlavaForConditionalGeneration",
         "llava_rules:LlavaRules",
@@ -40,6 +44,7 @@ MODELS: dict[str, tuple[str, str]] = {
 """Architectures; the module and class of each; and its rules for prompts."""
 MODEL_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "InternVLForConditionalGeneration": "internvl",
     "LlavaForConditionalGeneration": "llava",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",

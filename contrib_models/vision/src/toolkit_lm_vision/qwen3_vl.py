@@ -59,7 +59,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
         return self.shape.embed_size
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        # As wide as the embeddings of items; nothing is added to text.
+        # Zeros are what text adds, in embeddings as wide as those of items.
         embeds = super().embed_input_ids(input_ids)
         return F.pad(embeds, (0, self.embed_size - embeds.shape[-1]))
 
