@@ -49,12 +49,16 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from recipes import tiny_models as recipes
 from toolkit_lm import LLM, PoolingParams, SamplingParams
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
 from toolkit_lm_devkit.generation import logprobs_of
 from transformers.models.auto import modeling_auto as auto
+
+sys.path.append(str(Path(__file__).with_name("recipes")))
+import image_text as images
+import tiny_models as recipes
+from given_pictures import FIRST_SPECIAL, Given
 
 RESULTS = Path(__file__).with_name("coverage.json")
 CPU_SECONDS = 120
@@ -144,14 +148,8 @@ def prompts() -> list[list[int]]:
 def check(case: Case, folder: Path) -> Outcome:
     """Builds the checkpoint, runs it both ways and compares. For a process of its own."""
     try:
-        model = recipes.save(
-            case.model_type,
-            folder,
-            architecture=case.architecture,
-            decodes=case.mapping == "causal",
-            **CHANGES.get(case.mapping, {}),
-        )
         run = RUNS[case.mapping]
+        model = run.save(case, folder)
         run.plain(model)
     except Exception as error:
         return Outcome("unbuilt", brief(error))
@@ -166,11 +164,32 @@ def check(case: Case, folder: Path) -> Outcome:
         run.compare(model, ours)
     except AssertionError as error:
         return Outcome("differs", brief(error))
-    return Outcome("fallback" if by_fallback else "native")
+    return Outcome("fallback" if by_fallback else "native", run.note)
 
 
-class Generation:
+class Run:
+    """How the classes of a mapping are compared."""
+
+    note = ""
+    """What an equal class was not compared by."""
+
+    def save(self, case: Case, folder: Path) -> Any:
+        """Writes a checkpoint, and returns the model of transformers."""
+        return recipes.save(
+            case.model_type,
+            folder,
+            architecture=case.architecture,
+            decodes=case.mapping == "causal",
+            **CHANGES.get(case.mapping, {}),
+        )
+
+
+class Generation(Run):
     """Classes that continue prompts."""
+
+    options: Mapping[str, Any] = STEPS
+    allowed: list[int] | None = None
+    """Tokens that an output may have; None: all."""
 
     def plain(self, model: Any) -> None:
         """Raises what transformers raises where it cannot run it."""
@@ -187,28 +206,92 @@ class Generation:
 
     def engine(self, folder: Path) -> list[Any]:
         params = SamplingParams(
-            temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=recipes.VOCAB_SIZE
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=recipes.VOCAB_SIZE,
+            allowed_token_ids=self.allowed,
         )
         # Tokens that a checkpoint forces or forbids are not the model's.
         options = {"max_logprobs": recipes.VOCAB_SIZE, "generation_config": "none"}
-        with LLM(str(folder), **options, **OPTIONS, **STEPS) as llm:
+        with LLM(str(folder), **{**options, **OPTIONS, **self.options}) as llm:
             outputs = llm.generate(
                 [self.request(prompt) for prompt in prompts()], params, use_tqdm=False
             )
-        return [output.outputs[0] for output in outputs]
+        return list(outputs)
 
     def compare(self, model: Any, ours: list[Any]) -> None:
-        for index, (prompt, completion) in enumerate(zip(prompts(), ours, strict=True)):
+        for index, (prompt, output) in enumerate(zip(prompts(), ours, strict=True)):
+            (completion,) = output.outputs
             tokens = list(completion.token_ids)
-            start = self.start(model, prompt)
+            start = self.start(prompt, output)
             logits = self.logits(model, index, start + tokens)
             reference = torch.log_softmax(logits[len(start) - 1 : -1], dim=-1)
             assert_same_logits(logprobs_of(completion, recipes.VOCAB_SIZE), reference)
+            if self.allowed is not None:
+                reference = reference[:, self.allowed]
             assert_same_tokens(tokens, reference)
 
-    def start(self, model: Any, prompt: list[int]) -> list[int]:
+    def start(self, prompt: list[int], output: Any) -> list[int]:
         """The decoder's tokens before its first output."""
-        return prompt
+        return list(output.prompt_token_ids)
+
+
+class ImageText(Generation):
+    """Classes that read pictures: each prompt has one, two of them two, and the first none."""
+
+    options = {
+        **STEPS,
+        "max_num_batched_tokens": 96,
+        "max_model_len": 256,
+        "renderer": "given_pictures",
+        "plugins": [Given()],
+    }
+    """A step takes a picture whole."""
+    allowed = list(range(FIRST_SPECIAL))
+    """No tokens of pictures, for which there would be none."""
+
+    def save(self, case: Case, folder: Path) -> Any:
+        config = images.tiny_config(case.model_type)
+        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        self.pictures = []
+        self.token = FIRST_SPECIAL
+        self.note = ""
+        try:
+            images.logits(model, torch.tensor([5, 6, 7]), [])
+            self.token = images.image_token(model.config.to_dict())
+            self.pictures = [images.picture(model, seed) for seed in range(2)]
+        except ValueError:
+            # Some are listed as models of text, too.
+            if case.architecture not in MAPPINGS["causal"].values():
+                raise
+            self.note = "text alone"
+        else:
+            (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
+        return model
+
+    def plain(self, model: Any) -> None:
+        """Was done when it was saved."""
+
+    def given(self, index: int) -> list[dict[str, torch.Tensor]]:
+        return self.pictures[: index % 3]
+
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        return images.logits(model, torch.tensor(tokens), self.given(index))
+
+    def request(self, prompt: list[int]) -> Any:
+        index = prompts().index(prompt)
+        arrays = [
+            {name: array.numpy() for name, array in picture.items()}
+            for picture in self.given(index)
+        ]
+        tokens = [3 + token % (FIRST_SPECIAL - 3) for token in prompt]
+        # Some code takes pictures without a token between them for one.
+        places = [token for number in range(len(arrays)) for token in (self.token, 4 + number)]
+        return {
+            "prompt_token_ids": [*tokens[:1], *places, *tokens[1:]],
+            "multi_modal_data": {"image": arrays},
+        }
 
 
 class EncoderDecoder(Generation):
@@ -229,11 +312,11 @@ class EncoderDecoder(Generation):
             "decoder_prompt": {"prompt_token_ids": [3]},
         }
 
-    def start(self, model: Any, prompt: list[int]) -> list[int]:
+    def start(self, prompt: list[int], output: Any) -> list[int]:
         return [3]
 
 
-class Pooling:
+class Pooling(Run):
     """Classes that give hidden states or logits of a prompt."""
 
     params = PoolingParams(task="token_embed", normalize=False)
@@ -287,7 +370,7 @@ class Classification(Pooling):
 
 RUNS = {
     "causal": Generation(),
-    "image-text": Generation(),
+    "image-text": ImageText(),
     "encoder-decoder": EncoderDecoder(),
     "masked": Pooling(),
     "embedding": Pooling(),
@@ -306,10 +389,12 @@ def brief(error: BaseException) -> str:
 
 def reason_of(error: ToolkitError) -> str:
     """Why the engine, or its fallback, refuses a checkpoint."""
-    text = " ".join(str(error).split())
+    text = whole = " ".join(str(error).split())
     if found := re.search(r"The fallback 'transformers' cannot run it: (.*?)\. [A-Z`]", text):
         text = found[1]
-    if found := re.search(r"'transformers_pooling' cannot run it: (.*?)\. [A-Z`]", str(error)):
+    if found := re.search(r"'transformers_image_text' cannot run it: (.*?)\. [A-Z`]", whole):
+        text = text if "is not a model of pictures" in found[1] else found[1]
+    if found := re.search(r"'transformers_pooling' cannot run it: (.*?)\. [A-Z`]", whole):
         text = found[1] if "is not a" in text else text
     return without_folders(text)[:160]
 

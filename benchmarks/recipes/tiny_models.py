@@ -187,11 +187,12 @@ def _sizes(config_class: Any, decodes: bool) -> dict[str, Any]:
     return {**own, **OTHERS.get(config_class.model_type, {})}
 
 
-def build(model_type: str, architecture: str, **changes: Any) -> Any:
+def build(model_type: str, architecture: str, config: Any = None, **changes: Any) -> Any:
     """A model of random weights, in float32. Raises what transformers raises where it cannot be
     built, and ValueError where it is not tiny."""
     model_class = getattr(transformers, architecture)
-    config = tiny_config(model_type, **changes)
+    if config is None:
+        config = tiny_config(model_type, **changes)
     if type(config) is not model_class.config_class:
         # Mappings of text models name the types of their pictures' models, too.
         config = config.get_text_config()

@@ -199,6 +199,10 @@ def test_explain_says_that_a_fallback_was_chosen_and_why(tmp_path, capsys):
         found = explain(VllmConfig.make(model=model))
     assert found.models == [
         ("GPTNeoXForCausalLM", "no installed plugin registers it"),
+        (
+            "transformers_image_text",
+            "GPTNeoXForCausalLM of transformers is not a model of pictures and text",
+        ),
         ("transformers", None),
     ]
     assert (found.architecture, found.plugin, len(found.layers)) == (

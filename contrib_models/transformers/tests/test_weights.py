@@ -171,7 +171,11 @@ def test_no_time_is_spent_on_random_weights():
 def test_the_entry_module_registers_the_fallback():
     models = ModelRegistry(owner=PluginInfo("transformers", "toolkit-lm-transformers"))
     toolkit_lm_transformers.toolkit_register_models(models)
-    assert models.fallbacks() == ["transformers", "transformers_pooling"]
+    assert models.fallbacks() == [
+        "transformers_image_text",
+        "transformers",
+        "transformers_pooling",
+    ]
     assert models.load("transformers") is TransformersForCausalLM
 
 

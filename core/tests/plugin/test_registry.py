@@ -58,7 +58,9 @@ def test_a_fallback_is_no_architecture():
         "hf",
     )
     assert not models.get("X").is_fallback
-    assert (models.architectures(), models.fallbacks()) == (["X"], ["any"])
+    models.add_fallback("sees", "a:D", length_keys=("n",), multimodal="a:Rules")
+    assert (models.get("sees").multimodal, models.get("sees").length_keys) == ("a:Rules", ("n",))
+    assert (models.architectures(), models.fallbacks()) == (["X"], ["any", "sees"])
     with pytest.raises(PluginError, match=r"'any' is registered by plugin 'one'"):
         models.copy(TWO).add_fallback("any", "c:D")
 

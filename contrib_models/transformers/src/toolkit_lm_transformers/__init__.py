@@ -3,9 +3,18 @@ registers the fallback."""
 
 from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
 
+LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+"""Keys of config.json, and of its `text_config`, that state the longest sequence."""
+
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
+    models.add_fallback(
+        "transformers_image_text",
+        "toolkit_lm_transformers.image_text:TransformersForImageText",
+        multimodal="toolkit_lm_transformers.image_text_rules:ImageTextRules",
+        length_keys=(*LENGTH_KEYS, *(f"text_config.{key}" for key in LENGTH_KEYS)),
+    )
     models.add_fallback("transformers", "toolkit_lm_transformers.model:TransformersForCausalLM")
     models.add_fallback(
         "transformers_pooling",
@@ -17,4 +26,5 @@ def toolkit_register_models(models: ModelRegistry) -> None:
 @hookimpl
 def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
     kv_kinds.add("transformers_tokens", "toolkit_lm_transformers.spec:TokensSpec")
+    kv_kinds.add("transformers_pictured", "toolkit_lm_transformers.spec:PicturedSpec")
     kv_kinds.add("transformers_states", "toolkit_lm_transformers.spec:StatesSpec")

@@ -27,7 +27,7 @@ from toolkit_lm_transformers.uninitialized import Uninitialized
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 300.0
+SECONDS = 300.0
 """Longest time for making a model, and for computing a few tokens."""
 
 
@@ -44,7 +44,7 @@ class TransformersForCausalLM(FallbackModel):
         examined = examine(vllm_config)
         self.first_position = examined.first_position
         config = read_config(vllm_config)
-        with deadline(_SECONDS, "make the model"), Uninitialized():
+        with deadline(SECONDS, "make the model"), Uninitialized():
             model = build(
                 config,
                 torch_dtype(vllm_config.model.dtype),
@@ -162,7 +162,7 @@ class TransformersForCausalLM(FallbackModel):
     def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor:
         in_float32 = self._in_float32() if exact else nullcontext()
         with (
-            deadline(_SECONDS, f"compute {len(token_ids)} tokens"),
+            deadline(SECONDS, f"compute {len(token_ids)} tokens"),
             self._attention_of_transformers(),
             in_float32,
         ):

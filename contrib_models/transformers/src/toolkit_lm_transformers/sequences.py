@@ -132,7 +132,7 @@ class Decoder(PageLayer):
             tokens: dict[torch.dtype, Tensor] = {}
             states: dict[torch.dtype, Tensor] = {}
             for holder in of_tokens:
-                tokens = _read_tokens(holder, members, start)
+                tokens = read_tokens(holder, members, start)
             for holder in of_states:
                 states = _read_states(holder, members)
             sequences.put(cache, tokens, states)
@@ -142,7 +142,7 @@ class Decoder(PageLayer):
                 input_ids[piece], use_cache=True, **{self.layout.argument: cache}
             ).to(out.dtype)
         for holder in of_tokens:
-            _write_tokens(holder, index, sequences.entries_from(cache, start, tokens=True))
+            write_tokens(holder, index, sequences.entries_from(cache, start, tokens=True))
         for holder in of_states:
             _write_states(holder, members, sequences.entries_from(cache, start, tokens=False))
 
@@ -150,11 +150,11 @@ class Decoder(PageLayer):
         self, input_ids: Tensor, out: Tensor, start: int, members: list[int], index: Tensor
     ) -> None:
         new = input_ids[index]
-        past = [_read_tokens(self, members, start)[torch.float32][..., 0].long()] if start else []
+        past = [read_tokens(self, members, start)[torch.float32][..., 0].long()] if start else []
         out[index] = self._decoded(torch.cat([*past, new], dim=1), use_cache=False)[:, start:].to(
             out.dtype
         )
-        _write_tokens(self, index, {torch.float32: new[..., None].float()})
+        write_tokens(self, index, {torch.float32: new[..., None].float()})
 
     def _decoded(self, input_ids: Tensor, **options: Any) -> Tensor:
         """[B, T] -> [B, T, width]."""
@@ -163,7 +163,7 @@ class Decoder(PageLayer):
         return found
 
 
-def _read_tokens(layer: PageLayer, members: list[int], start: int) -> dict[torch.dtype, Tensor]:
+def read_tokens(layer: PageLayer, members: list[int], start: int) -> dict[torch.dtype, Tensor]:
     binding, rows = current(layer.prefix)
     assert binding.kv_cache is not None
     count = -(-start // layer.spec.block_size)
@@ -174,7 +174,7 @@ def _read_tokens(layer: PageLayer, members: list[int], start: int) -> dict[torch
     }
 
 
-def _write_tokens(layer: PageLayer, index: Tensor, found: dict[torch.dtype, Tensor]) -> None:
+def write_tokens(layer: PageLayer, index: Tensor, found: dict[torch.dtype, Tensor]) -> None:
     binding, rows = current(layer.prefix)
     assert binding.kv_cache is not None
     slots = rows.slots[index.flatten()]

@@ -36,3 +36,10 @@ class StatesSpec(KVCacheSpec, frozen=True, kw_only=True, tag="transformers_state
     @property
     def page_bytes(self) -> int:
         return self.state_bytes
+
+
+class PicturedSpec(TokensSpec, frozen=True, kw_only=True, tag="transformers_pictured"):
+    """The ids of tokens, in sequences with pictures. A sequence that begins after another's prefix
+    would lack its pictures."""
+
+    caches_prefixes: ClassVar[bool] = False

@@ -90,6 +90,8 @@ class ModelRegistry(Registry[ModelEntry]):
         *,
         runner: str = "generate",
         renderer: str | None = None,
+        length_keys: tuple[str, ...] = LENGTH_KEYS,
+        multimodal: str | None = None,
         override: bool = False,
     ) -> None:
         """Registers a `FallbackModel`. The first fallback that does not refuse a checkpoint without
@@ -104,6 +106,8 @@ class ModelRegistry(Registry[ModelEntry]):
             "module:Class",
             runner=runner,
             renderer=renderer,
+            length_keys=length_keys,
+            multimodal=multimodal,
             override=override,
             is_fallback=True,
         )
