@@ -1,7 +1,7 @@
 """Models of transformers, for architectures without a class of their own. This entry module only
 registers the fallback."""
 
-from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, hookimpl
+from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, RendererRegistry, hookimpl
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """Keys of config.json, and of its `text_config`, that state the longest sequence."""
@@ -12,6 +12,7 @@ def toolkit_register_models(models: ModelRegistry) -> None:
     models.add_fallback(
         "transformers_image_text",
         "toolkit_lm_transformers.image_text:TransformersForImageText",
+        renderer="transformers_processor",
         multimodal="toolkit_lm_transformers.image_text_rules:ImageTextRules",
         length_keys=(*LENGTH_KEYS, *(f"text_config.{key}" for key in LENGTH_KEYS)),
     )
@@ -20,6 +21,15 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         "transformers_pooling",
         "toolkit_lm_transformers.pooling:TransformersForPooling",
         runner="pooling",
+    )
+
+
+@hookimpl
+def toolkit_register_renderers(renderers: RendererRegistry) -> None:
+    renderers.add(
+        "transformers_processor",
+        "toolkit_lm_transformers.processor_renderer:ProcessorRenderer",
+        reads=(),
     )
 
 

@@ -30,6 +30,8 @@ _OF_TOKENS = {
 """Arguments [1, T] that mark the tokens of pictures."""
 _BY_PROMPT = ("idefics", "idefics2", "idefics3", "smolvlm")
 """Types whose arrays have the pictures of a prompt on their second axis."""
+_PACKED = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+"""Types whose pixels of all pictures are one row of patches."""
 
 
 class Picture(NamedTuple):
@@ -133,6 +135,7 @@ class SeeingDecoder(Decoder):
         self.pictures: list[list[Picture]] = []
         """Those of each row of the step, up to its last token."""
         self.axis = 1 if hf_config.model_type in _BY_PROMPT else 0
+        self.pixel_axis = -1 if hf_config.model_type in _PACKED else self.axis
 
     def _recompute(
         self, input_ids: Tensor, out: Tensor, start: int, members: list[int], index: Tensor
@@ -162,7 +165,8 @@ class SeeingDecoder(Decoder):
         found = {}
         for name in sorted(names & self.reading.accepted):
             arrays = [picture.arrays[name] for picture in pictures if name in picture.arrays]
-            whole = joined(arrays, self.axis)
+            axis = self.pixel_axis if name == "pixel_values" else self.axis
+            whole = joined(arrays, axis % arrays[0].ndim)
             found[name] = whole.to(dtype) if whole.is_floating_point() else whole
         for name, kind in _OF_TOKENS.items():
             if name in self.reading.accepted:

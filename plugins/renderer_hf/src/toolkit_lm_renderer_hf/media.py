@@ -95,10 +95,15 @@ class MediaReader:
     """
 
     def __init__(
-        self, config: VllmConfig, rules: MultiModalRules, folder: Path, modalities: Container[str]
+        self,
+        config: VllmConfig,
+        rules: MultiModalRules,
+        folder: Path,
+        modalities: Container[str],
+        images: ImageProcessor | None = None,
     ) -> None:
         """`folder`: of the checkpoint's processors. `modalities`: those of which items are read,
-        and not their embeddings alone."""
+        and not their embeddings alone. `images`: the processor of images; None: the folder's."""
         self._rules = rules
         self._max_model_len = config.max_model_len
         bounds = config.renderer
@@ -110,7 +115,9 @@ class MediaReader:
             allowed_hosts=tuple(bounds.allowed_media_hosts),
         )
         sees = "image" in modalities or "video" in modalities
-        self._images = ImageProcessor(folder, bounds.max_media_pixels) if sees else None
+        self._images: ImageProcessor | None = None
+        if sees:
+            self._images = images or ImageProcessor(folder, bounds.max_media_pixels)
         self._videos: VideoProcessor | None = None
         if self._images is not None and "video" in rules.modalities:
             timed = "tokens_per_second" in (config.hf_config.get("vision_config") or {})

@@ -14,6 +14,7 @@ from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation
 from toolkit_lm.renderer import FeatureLookup, MultiModalRules, Rendered
 
+from toolkit_lm_renderer_hf.image_processor import ImageProcessor
 from toolkit_lm_renderer_hf.media import MediaReader
 from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, split_items
 from toolkit_lm_renderer_hf.media_sizes import MediaSizes
@@ -28,13 +29,19 @@ class MultiModal:
     """
 
     def __init__(
-        self, config: VllmConfig, rules: MultiModalRules, tokenizer: Tokenizer, folder: Path
+        self,
+        config: VllmConfig,
+        rules: MultiModalRules,
+        tokenizer: Tokenizer,
+        folder: Path,
+        images: ImageProcessor | None = None,
     ) -> None:
+        """`images`: the processor of images; None: the folder's."""
         self._rules = rules
         self._placeholders = Placeholders(tokenizer, rules)
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
         read = [modality for modality in rules.modalities if self._limits.most(modality) > 0]
-        self._reader = MediaReader(config, rules, folder, read)
+        self._reader = MediaReader(config, rules, folder, read, images)
         self._sizes = MediaSizes(
             folder, config.renderer.max_media_pixels, config.max_model_len, read
         )

@@ -30,6 +30,7 @@ from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 from toolkit_lm_renderer_hf.tokenizer_class import PROBE
 
 if TYPE_CHECKING:
+    from toolkit_lm_renderer_hf.image_processor import ImageProcessor
     from toolkit_lm_renderer_hf.media_items import Item
     from toolkit_lm_renderer_hf.multimodal import MultiModal
 
@@ -71,6 +72,8 @@ class HfRenderer(Renderer):
         self._folder = Path(config.checkpoint.path)
         self._tokenizer_folder = folder
         self._multimodal: MultiModal | None = None
+        self.images: ImageProcessor | None = None
+        """Processor of images that a subclass has set before `set_rules`; None: the folder's."""
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(
             folder, config.model.trust_remote_code
         )
@@ -128,7 +131,9 @@ class HfRenderer(Renderer):
         # Here, because most models read no images.
         from toolkit_lm_renderer_hf.multimodal import MultiModal
 
-        self._multimodal = MultiModal(self.config, rules, self._tokenizer, self._folder)
+        self._multimodal = MultiModal(
+            self.config, rules, self._tokenizer, self._folder, self.images
+        )
         if self._chat_template is not None:
             self._chat_template.set_media(self._multimodal.tokens, self._multimodal.texts)
 
