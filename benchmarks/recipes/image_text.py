@@ -258,15 +258,18 @@ def logits(
         *inspect.signature(model.forward).parameters,
         *inspect.signature(model.base_model.forward).parameters,
     }
-    token = image_token(model.config.to_dict())
     arguments: dict[str, torch.Tensor] = {}
     if given:
+        token = image_token(model.config.to_dict())
         kind = (tokens[None] == token).long()
         arguments = {
             name: kind for name in ("mm_token_type_ids", "token_type_ids") if name in accepted
         }
         for name in sorted({*given[0]} - {"input_ids"}):
-            arguments[name] = torch.cat([arrays[name] for arrays in given])
+            is_packed = name == "pixel_values" and "target_sizes" in given[0]
+            arguments[name] = torch.cat(
+                [arrays[name] for arrays in given], dim=-1 if is_packed else 0
+            )
     found: torch.Tensor = model(input_ids=tokens[None], use_cache=False, **arguments).logits
     return found[0].float()
 

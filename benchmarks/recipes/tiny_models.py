@@ -191,9 +191,10 @@ def build(model_type: str, architecture: str, config: Any = None, **changes: Any
     """A model of random weights, in float32. Raises what transformers raises where it cannot be
     built, and ValueError where it is not tiny."""
     model_class = getattr(transformers, architecture)
-    if config is None:
+    given = config is not None
+    if not given:
         config = tiny_config(model_type, **changes)
-    if type(config) is not model_class.config_class:
+    if not given and type(config) is not model_class.config_class:
         # Mappings of text models name the types of their pictures' models, too.
         config = config.get_text_config()
     with torch.device("meta"):
@@ -226,7 +227,10 @@ def save(
     if architecture is None:
         architecture = CAUSAL[model_type]
         changes = {"decodes": True, **changes}
-    model = build(model_type, architecture, **changes).to(dtype)
+    model = build(model_type, architecture, **changes)
+    if dtype is not torch.float32:
+        # A cast takes the imaginary part of complex buffers, whatever it is to.
+        model.to(dtype)
     model.save_pretrained(folder)
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
         str(folder / "tokenizer.json")
