@@ -7,7 +7,7 @@ import pytest
 import torch
 from toolkit_lm_cpu import states
 from toolkit_lm_cpu.library import KERNELS
-from toolkit_lm_cpu.states import Convolutions, linear_attention
+from toolkit_lm_cpu.states import Convolutions, latent_attention, linear_attention
 
 GROUPS = 2
 HEADS = 4
@@ -136,6 +136,27 @@ def test_a_convolution_is_its_formula_however_it_is_cut(dtype, activation):
         assert out.equal(whole[:, start : start + part])
         start += part
     assert cut_ring[1:].equal(ring[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "rank", "size"), [(8, 64, 80), (11, 48, 64), (3, 512, 576)])
+def test_latent_attention_is_its_formula_whatever_else_is_in_a_step(dtype, heads, rank, size):
+    torch.manual_seed(7)
+    latents = random(100, size).to(dtype)
+    places = torch.stack([torch.randperm(100)[:37] for _ in range(4)])
+    lengths = torch.tensor([37, 1, 16, 30])
+    q = 4 * random(4, heads, size)
+    out = torch.full((4, heads, rank), torch.nan)
+    assert latent_attention(q, latents, places, lengths, 0.3, out)
+    for row, length in enumerate(lengths.tolist()):
+        seen = latents[places[row, :length]].double()
+        weights = (q[row].double() @ seen.T * 0.3).softmax(-1)
+        expected = weights @ seen[:, :rank]
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
+        alone = torch.empty(1, heads, rank)
+        own = places[row : row + 1, :length].contiguous()
+        assert latent_attention(q[row : row + 1], latents, own, lengths[row : row + 1], 0.3, alone)
+        assert alone.equal(out[row : row + 1])
 
 
 def test_what_kernels_do_not_take_is_left_to_the_caller():

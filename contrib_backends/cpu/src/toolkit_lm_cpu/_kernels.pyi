@@ -256,3 +256,21 @@ def recur(
     eps: float,
     is_delta: bool,
 ) -> None: ...
+def latent(
+    type: int,
+    /,
+    *,
+    latents: int,
+    places: int,
+    lengths: int,
+    q: int,
+    out: int,
+    stride: int,
+    rows: int,
+    heads: int,
+    size: int,
+    rank: int,
+    width: int,
+    is_bfloat16: bool,
+    scale: float,
+) -> None: ...

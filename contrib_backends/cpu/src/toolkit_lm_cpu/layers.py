@@ -36,7 +36,7 @@ from toolkit_lm_cpu.library import (
 )
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
 from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
-from toolkit_lm_cpu.states import Convolutions, linear_attention
+from toolkit_lm_cpu.states import Convolutions, latent_attention, linear_attention
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),
@@ -282,6 +282,11 @@ class CpuKernels(Kernels):
         out: Tensor,
     ) -> bool:
         return linear_attention(q, k, v, decay, factor, eps, ring, rows, out)
+
+    def latent_attention(
+        self, q: Tensor, latents: Tensor, places: Tensor, lengths: Tensor, scale: float, out: Tensor
+    ) -> bool:
+        return latent_attention(q, latents, places, lengths, scale, out)
 
     def _takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernels can normalize x [tokens, N] or [tokens, heads, N]."""

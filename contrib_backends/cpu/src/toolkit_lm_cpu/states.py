@@ -1,4 +1,4 @@
-"""Steps of recurrent layers by the kernels: convolutions, and linear attention."""
+"""Steps of recurrent layers and of latent attention by the kernels."""
 
 from __future__ import annotations
 
@@ -128,6 +128,40 @@ def linear_attention(
         scale=1.0 if eps is None else keys**-0.5,
         eps=-1.0 if eps is None else eps,
         is_delta=eps is not None,
+    )
+    return True
+
+
+def latent_attention(
+    q: Tensor, latents: Tensor, places: Tensor, lengths: Tensor, scale: float, out: Tensor
+) -> bool:
+    """The arguments and results of Kernels.latent_attention."""
+    rows, heads, rank = out.shape
+    size = latents.shape[1]
+    fits = (
+        latents.dtype in usable_types()
+        and latents.device.type == "cpu"
+        and size % LANES == rank % LANES == 0
+        and q.dtype is out.dtype is torch.float32
+        and all(x.is_contiguous() for x in (q, latents, places, lengths, out))
+    )
+    if not fits:
+        return False
+    _kernels.latent(
+        usable_types()[torch.float32],
+        latents=latents.data_ptr(),
+        places=places.data_ptr(),
+        lengths=lengths.data_ptr(),
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        stride=places.shape[1],
+        rows=rows,
+        heads=heads,
+        size=size,
+        rank=rank,
+        width=latents.itemsize,
+        is_bfloat16=latents.dtype is torch.bfloat16,
+        scale=scale,
     )
     return True
 

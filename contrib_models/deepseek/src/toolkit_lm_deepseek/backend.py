@@ -1,4 +1,4 @@
-"""LatentBackend: attention over latent vectors, in plain torch."""
+"""LatentBackend: attention over latent vectors, in plain torch, or by kernels where they can."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Bucket(NamedTuple):
     """[R] int64."""
     places: Tensor
     """[R, most keys] int64: indices of the keys in the cache, which is seen as [N, size]."""
-    hidden: Tensor
-    """[R, 1, most keys] bool: keys past the row's last."""
+    lengths: Tensor
+    """[R] int64: keys of each row."""
 
 
 class Row(NamedTuple):
@@ -126,9 +126,8 @@ class LatentBackend(AttentionBackend):
         for tokens in step.padding:
             call.out[tokens].zero_()
         for bucket in step.buckets:
-            q = call.q[bucket.tokens]
-            latents = cache.index_select(0, bucket.places.flatten()).view(*bucket.places.shape, -1)
-            sums = _attend(absorbed(layer, q), latents, bucket.hidden, layer)
+            q = absorbed(layer, call.q[bucket.tokens])
+            sums = _attend_bucket(layer, q, cache, bucket)
             call.out.index_copy_(0, bucket.tokens, values_of(layer, sums))
         for tokens, places in step.rows:
             q = call.q[tokens]
@@ -183,9 +182,8 @@ def _bucket(
     ends = torch.from_numpy(lengths[chosen].astype(np.int64)).to(device)
     rows = torch.from_numpy(chosen).to(device)
     tokens = torch.from_numpy(starts[chosen].astype(np.int64)).to(device)
-    hidden = torch.arange(most, device=device) >= ends[:, None]
     # Entries of a block table past a row's end are valid ids, and what they lead to is hidden.
-    return Bucket(tokens, _places(table[rows], most, block_size), hidden[:, None])
+    return Bucket(tokens, _places(table[rows], most, block_size).contiguous(), ends)
 
 
 def _later(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -206,6 +204,18 @@ def values_of(layer: LatentParams, sums: Tensor) -> Tensor:
     """Weighted sums of latents [T, heads, rank] -> of values [T, heads, value size]."""
     _, to_values = layer.weights()
     return torch.bmm(sums.transpose(0, 1), to_values.mT).transpose(0, 1)
+
+
+def _attend_bucket(layer: LatentParams, q: Tensor, cache: Tensor, bucket: Bucket) -> Tensor:
+    """Absorbed queries [R, N, size] -> sums of the bucket's latents [R, N, rank]."""
+    places, ends = bucket.places, bucket.lengths
+    out = torch.empty((*q.shape[:2], layer.rank), dtype=torch.float32, device=q.device)
+    kernels = layer.kernels
+    if kernels.latent_attention(q.float(), cache, places, ends, layer.scale, out):
+        return out.to(q.dtype)
+    latents = cache.index_select(0, places.flatten()).view(*places.shape, -1)
+    hidden = torch.arange(places.shape[1], device=ends.device) >= ends[:, None]
+    return _attend(q, latents, hidden[:, None], layer)
 
 
 def _attend(q: Tensor, latents: Tensor, hidden: Tensor, layer: LatentParams) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit_lm.attention import Attention, AttentionCall, AttentionSpec, LayerParams, current
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import choose_kernels
 from torch import Tensor, device
 
 from toolkit_lm_deepseek.backend import LatentBackend
@@ -55,6 +56,7 @@ class LatentAttention(Attention):
             value_size=value_size,
             weights=weights,
             expand=expand,
+            kernels=choose_kernels(),
         )
 
     def kv_cache_spec(self) -> LatentSpec:

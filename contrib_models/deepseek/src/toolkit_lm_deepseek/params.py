@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit_lm.attention import LayerParams
+from toolkit_lm.model import Kernels
 from torch import Tensor
 
 
@@ -29,6 +30,9 @@ class LatentParams(LayerParams):
     expand: Callable[[Tensor], Tensor]
     """Latents [N, rank] -> [N, num_heads, head_size - rotated_size + value_size]: the plain parts
     of keys, then values."""
+
+    kernels: Kernels
+    """The model's."""
 
     @property
     def plain_size(self) -> int:

@@ -59,6 +59,7 @@ class Kernels:
             "likeliest",
             "causal_conv",
             "linear_attention",
+            "latent_attention",
         }
     )
     """Names that a subclass may override without a `fuse` of its own: fused layers do not compute
@@ -195,6 +196,15 @@ class Kernels:
         the gated delta rule (Yang et al. 2024), with q dk**-0.5 and k of unit length first, where
         `eps` is added to the squares. Heads share the q and k of their group.
         """
+        return False
+
+    def latent_attention(
+        self, q: Tensor, latents: Tensor, places: Tensor, lengths: Tensor, scale: float, out: Tensor
+    ) -> bool:
+        """Attention of one token per row over the latents [N, size] at the row's first `lengths`
+        [R] of `places` [R, K], int64: q [R, heads, size] -> to `out` [R, heads, rank], both
+        float32. The first `rank` dimensions of a latent are its value. False: it is left to the
+        caller."""
         return False
 
 

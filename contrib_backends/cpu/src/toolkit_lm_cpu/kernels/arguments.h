@@ -58,6 +58,9 @@
     STATES_FIELDS(F)                                                                               \
     F(q) F(k) F(v) F(decays) F(factors) F(out) F(stride) F(heads) F(groups) F(keys) F(values)      \
     F(scale) F(eps) F(is_delta)
+#define LATENT_FIELDS(F)                                                                           \
+    F(latents) F(places) F(lengths) F(q) F(out) F(stride) F(rows) F(heads) F(size) F(rank)         \
+    F(width) F(is_bfloat16) F(scale)
 
 /* (name of the class, list, struct); one that is a field of another comes before it. */
 #define TUPLES(T)                                                                                  \
@@ -81,7 +84,8 @@
     K(embed, EMBED_FIELDS, Embed)                                                                  \
     K(run_layer, LAYER_STEP_FIELDS, LayerStep)                                                     \
     K(convolve, CONVOLVE_FIELDS, Convolution)                                                      \
-    K(recur, RECUR_FIELDS, Recurrence)
+    K(recur, RECUR_FIELDS, Recurrence)                                                             \
+    K(latent, LATENT_FIELDS, Latent)
 
 /* These and those of tuples convert an object into what `to` points to. 0: an exception is set. */
 static int read_long(PyObject *given, void *to) {

@@ -24,6 +24,7 @@
 
 #include "lanes_avx2.h"
 #include "functions.h"
+#include "latent.h"
 #include "recurrence.h"
 #define CODES(x) x##_codes_avx2
 #define TARGET_CODES AVX2
@@ -48,6 +49,7 @@
 
 #include "lanes_avx512.h"
 #include "functions.h"
+#include "latent.h"
 #include "recurrence.h"
 #define CODES(x) x##_codes_avx512_vnni
 #define TARGET_CODES AVX512_VNNI
@@ -413,6 +415,19 @@ static PyObject *recur(PyObject *self, PyObject *const *values, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+static PyObject *latent(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                        PyObject *names) {
+    const Call call = {values, count, names};
+    Latent l = {0};
+    int type;
+    (void)self;
+    if (!take_latent(call, 1, &l) || !read_kernel(values[0], &type)) return NULL;
+    const long items = l.rows * ((l.heads + SOME_HEADS - 1) / SOME_HEADS);
+    Py_BEGIN_ALLOW_THREADS share_out(items, FOR_ISA(latent, type), &l);
+    Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 /*
  * The whole pages of (start, bytes). Where the system does not take the advice, all stays as it is.
  */
@@ -471,6 +486,7 @@ static PyMethodDef methods[] = {
     {"embed", AS_KEYWORDS(embed),
      "embed(rows, *, ...): some of the rows of a packed weight, see ops.h."},
     {"convolve", AS_KEYWORDS(convolve), "convolve(type, *, ...): see states.h."},
+    {"latent", AS_KEYWORDS(latent), "latent(type, *, ...): see states.h."},
     {"recur", AS_KEYWORDS(recur), "recur(type, *, ...): see states.h."},
     {"in_huge_pages", in_huge_pages, METH_VARARGS,
      "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},

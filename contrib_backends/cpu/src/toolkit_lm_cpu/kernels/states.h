@@ -8,6 +8,7 @@
 #define MOST_TAPS 16     /* inputs of a convolution's kernel */
 #define SOME_CHANNELS 256 /* that a thread takes at a time */
 #define SOME_COLUMNS 64
+#define SOME_HEADS 8 /* that read a latent together */
 
 /*
  * Rows of a step, and a ring of their states. The states after token t of a sequence are in place
@@ -43,5 +44,17 @@ typedef struct {
     int is_delta;     /* what the state says of k is subtracted from v */
     int failed;       /* there was no memory */
 } Recurrence;
+
+typedef struct {
+    const void *latents;    /* [places, size] */
+    const int64_t *places;  /* [rows, stride]: of the keys of each row */
+    const int64_t *lengths; /* [rows]: keys, at least one */
+    const float *q;         /* [rows, heads, size] */
+    float *out;             /* [rows, heads, rank] */
+    long stride, rows, heads, size, rank;
+    int width, is_bfloat16; /* of latents */
+    float scale;
+    int failed; /* there was no memory */
+} Latent;
 
 #endif
