@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL through renderer and engine: tokens are those that transformers'
+"""Models of Qwen-VL through renderer and engine: tokens are those that transformers'
 processor and model make of pictures."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_checkpoint(theirs, folder):
     return path
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def subject(request, tmp_path_factory):
     """A folder, the model of transformers, and its processor."""
     theirs = random_qwen(request.param)
@@ -160,9 +160,11 @@ def test_embeddings_in_the_place_of_a_picture(subject):
     theirs, folder, *_ = subject
     item = picture(6, 4)
     with torch.inference_mode():
-        embeds = theirs.get_image_features(
+        found = theirs.get_image_features(
             torch.from_numpy(item.pixels), torch.from_numpy(item.grid), return_dict=True
-        ).pooler_output[0]
+        )
+        deep = [states[0] for states in found.get("deepstack_features") or ()]
+        embeds = torch.cat([found.pooler_output[0], *deep], dim=-1)
         ids = torch.tensor([[BEGIN, *[IMAGE] * 6, END, 60, 61]])
         theirs.model.rope_deltas = None
         drawn = theirs.generate(
