@@ -269,8 +269,8 @@ AMX_INT8 static void panels_codes_amx_int8(const Linear *l, long row, long rows,
     const long panel = panel_bytes(q), some = MOST_UNPACKED / q->group;
     const long step = q->group % 64 == 0 ? 64 : q->group % 32 == 0 ? 32 : LANES;
     int8_t unpacked[PANELS * MOST_UNPACKED * LANES] __attribute__((aligned(64)));
-    /* Of few rows unpacking would cost most. */
-    if (rows <= 8 || q->group > MOST_UNPACKED) {
+    /* Of few rows unpacking would cost most; of levels it is the same work either way. */
+    if (rows <= (q->ratios != NULL ? 4 : 8) || q->group > MOST_UNPACKED) {
         panels_codes_avx512_vnni(l, row, rows, first, panels, next, sums);
         return;
     }

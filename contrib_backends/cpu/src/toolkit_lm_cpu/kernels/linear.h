@@ -343,9 +343,14 @@ TARGET static void NAME(multiply)(void *job, long item) {
             const char *next_up = next == NULL ? NULL : next + panels * panel;
             NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, up);
         }
-        for (long b = 0; b < some; b++)
-            NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES,
-                      out + (p + b - first) * LANES, out_stride);
+        /* All panels of some rows at once: they share cache lines of the result. */
+        for (long r = 0; r < rows; r += TILE)
+            for (long b = 0; b < some; b++) {
+                const long at = (r * PANELS + b) * LANES;
+                NAME(put)(l, row + r, rows - r < TILE ? rows - r : TILE, (p + b) * LANES,
+                          sums + at, up + at, out + r * out_stride + (p + b - first) * LANES,
+                          out_stride);
+            }
     }
     if (!kept) return;
     const long block = item / l->row_blocks,
