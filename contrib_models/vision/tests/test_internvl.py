@@ -100,7 +100,7 @@ def prompts_of(rules):
 @torch.inference_mode()
 def their_logits(theirs, prompt, drawn=()):
     pixels = {"pixel_values": torch.cat(prompt.pictures)} if prompt.pictures else {}
-    # What is drawn must not be taken for a picture.
+    # Pictures are what their side would read in a drawn placeholder.
     assert IMAGE not in drawn
     ids = torch.tensor([[*prompt.token_ids, *drawn]])
     return theirs(input_ids=ids, **pixels).logits[0].float()
