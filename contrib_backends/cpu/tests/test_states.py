@@ -59,7 +59,8 @@ def formula(mixed, decay, factor, keys, eps, state):
     if eps is not None:
         q, k = (x / (x.square().sum(-1, keepdim=True) + eps).sqrt() for x in (q, k))
         q = q * keys**-0.5
-    outs, after = [], []
+    outs = []
+    after = []
     for t in range(mixed.shape[1]):
         state = state * decay[:, t, :, None, None]
         value = v[:, t]
@@ -114,7 +115,9 @@ def test_bits_depend_on_no_cut_and_no_neighbour(eps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_a_convolution_is_its_formula_however_it_is_cut(dtype, activation):
-    channels, size, length = 272, 4, 9
+    channels = 272
+    size = 4
+    length = 9
     x = random(2, length, channels).to(dtype)
     weight = random(channels, 1, size).to(dtype)
     bias = random(channels).to(dtype)

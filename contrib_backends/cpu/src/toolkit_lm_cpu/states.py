@@ -170,8 +170,8 @@ def _stride(x: Tensor) -> int | None:
     """Elements from token to token of x [R, L, heads, size]. None: these are not the same, or heads
     do not lie side by side."""
     count, length, heads, size = x.shape
-    row, token, head, one = x.stride()
-    if one != 1 or (heads > 1 and head != size):
+    row, token, head, element = x.stride()
+    if element != 1 or (heads > 1 and head != size):
         return None
     if length == 1:
         return row if count > 1 else 0

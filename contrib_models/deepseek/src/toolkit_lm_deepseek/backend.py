@@ -208,10 +208,10 @@ def values_of(layer: LatentParams, sums: Tensor) -> Tensor:
 
 def _attend_bucket(layer: LatentParams, q: Tensor, cache: Tensor, bucket: Bucket) -> Tensor:
     """Absorbed queries [R, N, size] -> sums of the bucket's latents [R, N, rank]."""
-    places, ends = bucket.places, bucket.lengths
+    places = bucket.places
+    ends = bucket.lengths
     out = torch.empty((*q.shape[:2], layer.rank), dtype=torch.float32, device=q.device)
-    kernels = layer.kernels
-    if kernels.latent_attention(q.float(), cache, places, ends, layer.scale, out):
+    if layer.kernels.latent_attention(q.float(), cache, places, ends, layer.scale, out):
         return out.to(q.dtype)
     latents = cache.index_select(0, places.flatten()).view(*places.shape, -1)
     hidden = torch.arange(places.shape[1], device=ends.device) >= ends[:, None]
