@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     "downsample_channels": [32, 32],
 }
 MROPE = {"rope_parameters": {**tiny_models.ROPE, "mrope_section": [2, 1, 1]}}
+WHOLE_MROPE = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 PINS = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]]}
 WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
 INSERTED = {"insert_layer_id": 1}
@@ -100,6 +102,9 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": MROPE,
     "qwen2_5_vl_vision": WINDOWS,
     "qwen2_vl_text": MROPE,
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), MROPE),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), WHOLE_MROPE),
+    **dict.fromkeys(("qwen3_vl_vision", "qwen3_vl_moe_vision"), DEEPSTACK),
     "radio": {"video_temporal_patch_size": 2, "patch_dim": 192},
     "vipllava": {"vision_feature_layers": [-1, 1]},
 }
