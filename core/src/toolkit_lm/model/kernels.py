@@ -148,7 +148,7 @@ class Kernels:
         size = cos.shape[-1]
         rotated = x if size == x.shape[-1] else x[..., :size]
         if interleaved:
-            swapped = rotated.view(*rotated.shape[:-1], -1, 2).flip(-1).view(rotated.shape)
+            swapped = rotated.view(*rotated.shape[:-1], size // 2, 2).flip(-1).view(rotated.shape)
         else:
             swapped = rotated.roll(size // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)

@@ -179,7 +179,8 @@ class StoredLoader:
             )
         if not _is_finite(loaded):
             raise CheckpointError("has values that are not finite")
-        least, most = self.stored.least, self.stored.most
+        least = self.stored.least
+        most = self.stored.most
         if most is not None and not bool(((loaded >= least) & (loaded <= most)).all()):
             raise CheckpointError(f"has values outside of {least} to {most}")
         if self.stored.positive and not bool((loaded > 0).all()):

@@ -64,8 +64,8 @@ class TorchAo(FormatQuantization):
         if stated.type in _BY_NAME:
             fields = stated.fields()
             named = fields.get("fqn_to_config") or fields.get("module_fqn_to_config") or {}
-            for name, one in self.parse(dict[str, Stated | None], named).items():
-                self.schemes[name] = None if one is None else self._stated_scheme(one)
+            for name, config in self.parse(dict[str, Stated | None], named).items():
+                self.schemes[name] = None if config is None else self._stated_scheme(config)
         else:
             self.schemes[_OTHERS] = self._stated_scheme(stated)
 
@@ -89,7 +89,7 @@ class TorchAo(FormatQuantization):
             is_weight_only = stated.type == _INTX[0]
             name = "granularity" if is_weight_only else "weight_granularity"
             bits = _BITS[one_of("weight_dtype", self._value(fields, "weight_dtype", "int8"), _BITS)]
-            # By default a group has 32 inputs.
+            # A group has 32 inputs by default.
             where = fields.get(name) or {"_type": "PerGroup", "_data": {"group_size": 32}}
             return self._plain(torch.int8, bits, where)
         if stated.version < 2:
