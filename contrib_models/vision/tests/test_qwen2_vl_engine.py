@@ -142,7 +142,7 @@ def test_preempted_sequences_keep_their_positions(subject):
     _, folder, prompts = subject
     counter = Preemptions()
     few = {
-        "num_kv_blocks": 70 if len(prompts) > 6 else 45,
+        "num_kv_blocks": 55 if len(prompts) > 6 else 45,
         "block_size": 4,
         "max_num_batched_tokens": 16,
     }
@@ -191,5 +191,7 @@ def test_layers_in_one_call_take_three_positions(subject, monkeypatch):
     )
     with LLM(str(folder), plugins=[Given()], max_logprobs=VOCAB, **OPTIONS) as llm:
         assert_theirs(subject, llm.generate(given(prompts), GREEDY, use_tqdm=False))
-    assert calls
+    # Layers of a hybrid are computed by their modules.
+    is_hybrid = subject[0].config.model_type.startswith("qwen3_5")
+    assert bool(calls) != is_hybrid
     assert all(done is not None for done in calls)
