@@ -36,7 +36,14 @@ from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, RequestError, UnsupportedError
 from toolkit_lm.model import LinearBase, construction
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_devkit import checkpoint_config, hidden_states, load_checkpoint, run_ranks
+from toolkit_lm_devkit import (
+    checkpoint_config,
+    hidden_states,
+    load_checkpoint,
+    logits_of,
+    randomize,
+    run_ranks,
+)
 from toolkit_lm_vision.qwen2_vl_shape import Grid
 
 MOST = 1e-4
@@ -254,6 +261,18 @@ def test_weights_that_lack_are_named(family, tmp_path, plugins):
     with pytest.raises(CheckpointError, match=r"of\.nobody"):
         model.load_weights([*weights.items(), ("of.nobody.weight", torch.zeros(1))])
     model.load_weights(weights.items())
+
+
+@pytest.mark.parametrize("inner", [32, 64])
+def test_experts_whose_tensors_are_square(tmp_path, plugins, inner):
+    """Their shapes do not say whether inputs come before outputs: those of others do."""
+    theirs = qwen3_vl_moe(moe_intermediate_size=inner)
+    randomize(theirs)
+    theirs.eval().save_pretrained(tmp_path)
+    model, _ = ours(tmp_path, plugins)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([TEXT[2]])).logits[0]
+    assert_near(logits_of([model], torch.tensor(TEXT[2])), expected)
 
 
 @pytest.mark.parametrize("make", [qwen2_vl, qwen2_5_vl, qwen3_vl_moe])

@@ -80,19 +80,25 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
     }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(list(self._turned(weights)))
+        return super().load_weights(list(self._turned(list(weights))))
 
-    def _turned(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _turned(self, weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights with those of experts as other families have them: files hold them with inputs
-        before outputs."""
+        before outputs. A tensor that is not square says whether these files do."""
         config = HFConfig(self.text_config())
         hidden = config.require("hidden_size", int)
         inner = config.require("moe_intermediate_size", int)
         turned = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
+        of_experts = [
+            (name.rpartition(".")[2], tuple(tensor.shape[1:]))
+            for name, tensor in weights
+            if ".experts." in name and tensor.ndim == 3
+        ]
+        are_turned = any(
+            shape == turned.get(kind) for kind, shape in of_experts if shape[0] != shape[1]
+        )
         for name, tensor in weights:
-            is_turned = ".experts." in name and tuple(tensor.shape[1:]) == turned.get(
-                name.rpartition(".")[2]
-            )
+            is_turned = are_turned and ".experts." in name and tensor.ndim == 3
             yield name, tensor.transpose(1, 2) if is_turned else tensor
 
 
