@@ -4,7 +4,14 @@ pipeline, and by the grouped product."""
 import pytest
 import torch
 from moe_families import CASES, FAMILIES, WINDOW, make, reference_logits
-from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks, randomize
+from toolkit_lm_devkit import (
+    Computed,
+    assert_same_logits,
+    load_checkpoint,
+    logits_of,
+    logits_of_ranks,
+    randomize,
+)
 from toolkit_lm_moe.experts import RoutedExperts
 
 INPUT_IDS = torch.arange(3, 3 + WINDOW + 20)
@@ -68,4 +75,4 @@ def test_two_ranks_give_the_logits_of_one(tmp_path):
     for model, of_ranks in zip(work, logits_of_ranks(work, torch.arange(3, 40)), strict=True):
         expected = logits_of([load_checkpoint(*model)], torch.arange(3, 40))
         for ours in of_ranks:
-            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+            assert_same_logits(ours, expected)
