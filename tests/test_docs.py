@@ -314,6 +314,14 @@ def test_architecture_names_every_room():
     assert [room for room in rooms + modules if f"`{room}`" not in text] == []
 
 
+def test_architecture_has_one_row_for_a_distribution():
+    rows = re.findall(
+        r"^\| `((?:libs|plugins|contrib_\w+)/\w+)` \|", read(DOCS / "architecture.md"), re.MULTILINE
+    )
+    assert len(rows) > 20
+    assert [row for row in set(rows) if rows.count(row) > 1] == []
+
+
 def test_architecture_names_files_that_exist():
     files = re.findall(r"`([\w/]+\.py)`", read(DOCS / "architecture.md"))
     assert len(files) > 20

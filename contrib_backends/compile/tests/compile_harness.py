@@ -7,6 +7,7 @@ import json
 import shutil
 
 import torch
+from toolkit_lm import LLM
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_compile.compiler import InductorCompiler
 from toolkit_lm_devkit import hidden_states
@@ -65,3 +66,25 @@ def check(compiler, vocab_size=90, batches=BATCHES, *, whole=True, **inputs):
         assert expected.std() > 0.01
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
     assert compiler.num_eager_steps == 0
+
+
+def answers(folder, prompts, params, level, **options):
+    """Tokens of the answers of an engine at an optimization level: at 1 its parts are as they were
+    traced, and every step is a compiled one."""
+    if level:
+        options["compilation_config"] = json.dumps({"backend": "eager"})
+    with LLM(
+        str(folder),
+        dtype="float32",
+        kernels="torch",
+        num_kv_blocks=64,
+        max_num_seqs=4,
+        max_model_len=64,
+        optimization_level=level,
+        **options,
+    ) as llm:
+        compiler = llm.engine.client.core.executor.runner.compiler
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert (compiler is not None) == bool(level)
+        assert not level or compiler.num_eager_steps == 0
+    return [list(output.outputs[0].token_ids) for output in outputs]

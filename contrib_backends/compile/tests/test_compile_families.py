@@ -3,16 +3,16 @@ that they give without a compiler."""
 
 from __future__ import annotations
 
-import json
-
 import deepseek_families
 import hybrid_families
 import pytest
 import toolkit_lm_deepseek
 import toolkit_lm_hybrid
-from toolkit_lm import LLM, SamplingParams
+from compile_harness import answers
+from toolkit_lm import SamplingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
 
+PARAMS = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 1, 6)]
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7], [9], [11, 12, 13, 14, 15])]
 
 
@@ -37,33 +37,13 @@ def cases():
             yield pytest.param(architecture, variant, marks=pytest.mark.nightly if index else ())
 
 
-def answers(folder, level):
-    options = {"compilation_config": json.dumps({"backend": "eager"})} if level else {}
-    params = [
-        SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 1, 6)
-    ]
-    with LLM(
-        str(folder),
-        renderer="tokens",
-        dtype="float32",
-        kernels="torch",
-        num_kv_blocks=64,
-        max_num_seqs=4,
-        max_model_len=64,
-        optimization_level=level,
-        **options,
-    ) as llm:
-        compiler = llm.engine.client.core.executor.runner.compiler
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert (compiler is not None) == bool(level)
-        assert not level or compiler.num_eager_steps == 0
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 @pytest.mark.parametrize(("architecture", "variant"), list(cases()))
 def test_a_compiled_family_gives_its_tokens(tmp_path, monkeypatch, architecture, variant):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = made(architecture, variant)
     randomize(model)
     folder = make_checkpoint(tmp_path / "model", model)
-    assert answers(folder, 1) == answers(folder, 0)
+    compiled, plain = (
+        answers(folder, PROMPTS, PARAMS, level, renderer="tokens") for level in (1, 0)
+    )
+    assert compiled == plain

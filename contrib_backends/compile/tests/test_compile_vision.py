@@ -3,34 +3,11 @@ give the tokens that they give without a compiler."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from compile_harness import answers
 from given_renderer import Given
 from qwen_harness import picture, prompt_of, random_qwen, rules_of
-from toolkit_lm import LLM, SamplingParams
-
-
-def answers(folder, prompts, level):
-    options = {"compilation_config": json.dumps({"backend": "eager"})} if level else {}
-    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-    with LLM(
-        str(folder),
-        plugins=[Given()],
-        renderer="given",
-        dtype="float32",
-        kernels="torch",
-        num_kv_blocks=64,
-        max_num_seqs=4,
-        max_model_len=64,
-        optimization_level=level,
-        **options,
-    ) as llm:
-        compiler = llm.engine.client.core.executor.runner.compiler
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert (compiler is not None) == bool(level)
-        assert not level or compiler.num_eager_steps == 0
-    return [list(output.outputs[0].token_ids) for output in outputs]
+from toolkit_lm import SamplingParams
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
@@ -47,4 +24,9 @@ def test_a_compiled_family_gives_its_tokens(tmp_path, monkeypatch, family):
         },
         {"prompt_token_ids": [9]},
     ]
-    assert answers(tmp_path / "model", prompts, 1) == answers(tmp_path / "model", prompts, 0)
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    compiled, plain = (
+        answers(tmp_path / "model", prompts, params, level, plugins=[Given()], renderer="given")
+        for level in (1, 0)
+    )
+    assert compiled == plain

@@ -26,7 +26,7 @@ from toolkit_lm_hybrid.recurrence import attend, heads_of
 
 
 class Mamba2Shape(NamedTuple):
-    """What a family's config.json says of its mixers."""
+    """Sizes of a family's mixers, from config.json."""
 
     inner_size: int
     heads: int

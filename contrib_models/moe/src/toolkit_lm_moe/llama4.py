@@ -71,7 +71,7 @@ class ChunkBias:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """What a layer without rotation gets in its place: factors of queries [T, 1, 1]."""
+    """Factors of queries [T, 1, 1], which a layer without rotation gets in its place."""
 
     factors: Tensor | None
 

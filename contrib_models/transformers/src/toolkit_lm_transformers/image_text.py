@@ -108,8 +108,8 @@ def read_image_text(vllm_config: VllmConfig) -> Any:
 
 
 def examine_image_text(vllm_config: VllmConfig) -> CacheLayout:
-    """What a sequence keeps between steps. Raises UnsupportedError, with the reason, if the
-    checkpoint's model cannot run here."""
+    """The state that a sequence keeps between steps. Raises UnsupportedError, with the reason, if
+    the checkpoint's model cannot run here."""
     config = read_image_text(vllm_config)
     name = vllm_config.hf_config["architectures"][0]
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not _has_processor(vllm_config):

@@ -132,7 +132,7 @@ class PatchShape:
 
     @staticmethod
     def _own(config: HFConfig, kind: str) -> dict[str, Any]:
-        """What only some kinds of towers have."""
+        """Fields that only some kinds of towers have."""
         if kind == "qwen2_5_vl":
             divisor = config.require("spatial_merge_size", int) * config.require("patch_size", int)
             return {

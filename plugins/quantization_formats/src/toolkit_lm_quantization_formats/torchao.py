@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from msgspec import Struct, field
+from msgspec import Struct
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import LinearSpec
@@ -46,8 +46,6 @@ class Stated(Struct, rename={"type": "_type", "data": "_data", "version": "_vers
 
 class Config(Struct):
     quant_type: dict[str, Stated]
-    modules_to_not_convert: list[str] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class TorchAo(FormatQuantization):
