@@ -3,6 +3,7 @@ long each test takes, where TOOLKIT_DURATIONS names a file."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -74,11 +75,47 @@ LONGEST = {
 """Files that begin first, so that at the end no process waits for one of them."""
 
 
+def by_day(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """The cases of a matrix that `make test-all` runs: each value of each parameter once, in as few
+    cases as a greedy choice finds. Of one parameter: the first of each three."""
+    indices = [case.callspec.indices for case in cases]
+    # Arguments that change together are one parameter.
+    columns = {tuple(row[name] for row in indices) for name in indices[0]}
+    parameters = [column for column in columns if len(set(column)) > 1]
+    if len(parameters) < 2 or any(len(set(column)) == len(cases) for column in parameters):
+        return cases[::3]
+    values = [
+        {(parameter, column[case]) for parameter, column in enumerate(parameters)}
+        for case in range(len(cases))
+    ]
+    missing = set().union(*values)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda case: len(values[case] & missing))
+        chosen.append(cases[best])
+        missing -= values[best]
+    return chosen
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test` leaves to `make test-all`: tests of the repository, and long ones. The
-    longest files come first."""
-    long = set(Path(__file__).with_name("tests").joinpath("long.txt").read_text().split())
+    """Marks what `make test` leaves to `make test-all`: tests of the repository, and long ones; and
+    what that leaves to `make test-nightly` of large matrices. The longest files come first."""
+    tests = Path(__file__).with_name("tests")
+    matrices: dict[str, list[pytest.Function]] = {
+        test: [] for test in tests.joinpath("matrices.txt").read_text().split()
+    }
+    for item in items:
+        cases = matrices.get(item.nodeid.partition("[")[0])
+        is_case = cases is not None and isinstance(item, pytest.Function)
+        if is_case and hasattr(item, "callspec") and not any(item.iter_markers("nightly")):
+            cases.append(item)
+    for cases in matrices.values():
+        kept = set(by_day(cases)) if cases else ()
+        for case in cases:
+            if case not in kept:
+                case.add_marker("nightly")
+    long = set(tests.joinpath("long.txt").read_text().split())
     begun = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -116,6 +153,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     mypy and Inductor raise: endless recursion would take many seconds."""
     _seed()
     sys.setrecursionlimit(_RECURSION_LIMIT)
+
+
+def pytest_collection_finish() -> None:
+    """Freezes what was collected, some hundred thousand objects, so that no collection of garbage
+    looks at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -2,7 +2,8 @@
 names it.
 
 Prints Markdown tables of seconds. `durations.py FILE --long` prints what belongs into
-tests/long.txt, from a run of all tests on a machine that does nothing else.
+tests/long.txt, and `durations.py FILE --matrices` what belongs into tests/matrices.txt, from a run
+of all tests on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,24 @@ FIRST = 2.2
 """Seconds that the first of several variants may take, to stay in `make test`."""
 ONLY = 5.0
 """Seconds that the shortest test of a file may take, to stay where all others are long."""
+MATRIX = 2
+"""Cases from which on a test is a matrix."""
+LARGE = 1.0
+"""Seconds of a matrix from which on `make test-all` takes a part of it."""
+WHOLE = (
+    "contrib_backends/executor_mp/tests/test_mp_faults.py",
+    "contrib_backends/executor_mp/tests/test_mp_nodes.py",
+    "core/tests/scheduler/",
+    "tests/security/",
+    "tests/test_commands.py",
+    "tests/test_crashes.py",
+    "tests/test_docs.py",
+    "tests/test_faults.py",
+    "tests/test_installed.py",
+    "tests/test_secrets.py",
+    "tests/test_workspace.py",
+)
+"""Where the matrices are that find different faults in each of their cells, and so are not cut."""
 
 
 def tables(lines: list[str]) -> str:
@@ -73,6 +92,25 @@ def long(lines: list[str]) -> list[str]:
     return sorted(listed.values())
 
 
+def matrices(lines: list[str]) -> list[str]:
+    """The matrices of which `make test-all` takes a part, as conftest.py reads them. `lines` as for
+    `tables`."""
+    tests: dict[str, Counter[str]] = {}
+    for line in lines:
+        seconds, _, _, name = line.split("\t", 3)
+        tests.setdefault(name.partition("[")[0], Counter())[name] += float(seconds)
+    return sorted(
+        test
+        for test, cases in tests.items()
+        if len(cases) >= MATRIX and cases.total() > LARGE and not test.startswith(WHOLE)
+    )
+
+
 if __name__ == "__main__":
     told = Path(sys.argv[1]).read_text().splitlines()
-    print("\n".join(long(told)) if "--long" in sys.argv else tables(told))
+    if "--long" in sys.argv:
+        print("\n".join(long(told)))
+    elif "--matrices" in sys.argv:
+        print("\n".join(matrices(told)))
+    else:
+        print(tables(told))

@@ -18,8 +18,11 @@ NO_BODIES = {"/ping", "/reset_prefix_cache", "/v1/responses/{response_id}/cancel
 
 @pytest.fixture(
     scope="module",
-    params=["generate", "embed"]
-    + [pytest.param(f"{one} all", marks=pytest.mark.nightly) for one in ("generate", "embed")],
+    params=["generate"]
+    + [
+        pytest.param(one, marks=pytest.mark.nightly)
+        for one in ("embed", "generate all", "embed all")
+    ],
 )
 def measured(request) -> dict:
     """Peak and estimate in bytes, and the status, by route and body. Measured in a process of its

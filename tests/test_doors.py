@@ -177,7 +177,7 @@ def test_a_remote_renderer(serve):
         check("remote renderer", of(server.process, renderer))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_ray(serve):
     """A local cluster is reached by nobody on the network, and all of it ends with the server,

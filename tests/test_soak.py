@@ -38,7 +38,7 @@ def test_a_short_soak():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_soak_under_attack():
     done = soak("--minutes", "0.2", "--jobs", "10", "--attackers", "3")
     shown, _, violations = done.stdout.partition("\nviolations ")

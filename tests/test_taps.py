@@ -74,7 +74,7 @@ def run(folder, tokens=4, **options) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=pytest.mark.slow if way == "inductor" else ()) for way in WAYS],
+    [pytest.param(way, marks=pytest.mark.nightly if way == "inductor" else ()) for way in WAYS],
 )
 def test_a_tap_gives_what_the_layer_does(make_llama, tapped, way):
     folder, reference = make_llama("tapped", num_hidden_layers=4)

@@ -290,7 +290,7 @@ def test_answers_are_as_described(engine_of, name):
     app.openapi_schema = thinned(whole, paths)
     found = findings(app, name, 1, without, ["examples", "coverage"])
     app.openapi_schema = whole
-    check(found, findings(app, name, 30, without, ["fuzzing"]))
+    check(found, findings(app, name, 10, without, ["fuzzing"]))
 
 
 @pytest.mark.nightly

@@ -89,7 +89,7 @@ def test_a_rank_is_killed(cluster, processes, word, told):
     nothing_is_left(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_is_restarted_gets_other_ranks(cluster, expected, processes):
     address = {"executor_ray": {"address": cluster}}
     config = VllmConfig.make(

@@ -16,10 +16,9 @@ from openai import OpenAI
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "ray_serve.py"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_replicas_of_the_app(cluster, monkeypatch):
+@pytest.fixture
+def url(cluster, monkeypatch):
+    """The address at which the example serves."""
     from ray import serve
 
     spec = importlib.util.spec_from_file_location("ray_serve_example", EXAMPLE)
@@ -34,27 +33,42 @@ def test_replicas_of_the_app(cluster, monkeypatch):
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(example.app)
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
-
-            def ask(_: int = 0, max_tokens: int = 24) -> str:
-                question = [{"role": "user", "content": "What is the capital of France?"}]
-                answer = client.chat.completions.create(
-                    model="tiny", messages=question, temperature=0, max_tokens=max_tokens
-                )
-                return answer.choices[0].message.content
-
-            assert "Paris" in ask()
-            end = time.monotonic() + 180
-            # Load only until a second one starts: it would start beside that.
-            with ThreadPoolExecutor(64) as threads:
-                while num_replicas("STARTING", "RUNNING") < 2 and time.monotonic() < end:
-                    assert all("Paris" in one for one in threads.map(ask, range(64)))
-            while num_replicas("RUNNING") < 2 and time.monotonic() < end:
-                time.sleep(0.2)
-            assert num_replicas("RUNNING") == 2
-            assert "Paris" in ask()
+        yield f"http://127.0.0.1:{port}/v1"
     finally:
         serve.shutdown()
+
+
+def ask(client: OpenAI) -> str:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=question, temperature=0, max_tokens=24
+    )
+    return answer.choices[0].message.content
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_it_answers(url):
+    with OpenAI(base_url=url, api_key="none", timeout=60) as client:
+        assert "Paris" in ask(client)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_of_the_app(url):
+    with OpenAI(base_url=url, api_key="none", timeout=60) as client:
+        assert "Paris" in ask(client)
+        end = time.monotonic() + 180
+        # Load only until a second one starts: it would start beside that.
+        with ThreadPoolExecutor(64) as threads:
+            while num_replicas("STARTING", "RUNNING") < 2 and time.monotonic() < end:
+                assert all("Paris" in one for one in threads.map(ask, [client] * 64))
+        while num_replicas("RUNNING") < 2 and time.monotonic() < end:
+            time.sleep(0.2)
+        assert num_replicas("RUNNING") == 2
+        assert "Paris" in ask(client)
 
 
 def num_replicas(*states: str) -> int:

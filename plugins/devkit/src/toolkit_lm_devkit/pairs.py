@@ -22,25 +22,33 @@ def all_pairs(
     plain, so that pairs are found too where little else is allowed.
     """
     rng = np.random.default_rng(seed)
-    names = list(factors)
 
-    def pairs(case: Case) -> frozenset[tuple[str, str, str, str]]:
-        return frozenset(
-            (a, repr(case[a]), b, repr(case[b]))
-            for n, a in enumerate(names)
-            for b in names[n + 1 :]
+    def draw(values: Sequence[Any], plain: float) -> int:
+        return 0 if rng.random() < plain else int(rng.integers(len(values)))
+
+    drawn = dict.fromkeys(
+        tuple(draw(values, plain) for values in factors.values())
+        for plain in [0.0, 0.0, 0.6] * 1000
+    )
+    pool = [
+        (indices, case)
+        for indices in drawn
+        if allowed(
+            case := {name: factors[name][i] for name, i in zip(factors, indices, strict=True)}
         )
-
-    def draw(values: Sequence[Any], plain: float) -> Any:
-        return values[0] if rng.random() < plain else values[int(rng.integers(len(values)))]
-
-    odds = [0.0, 0.0, 0.6] * 1000
-    drawn = ({name: draw(values, plain) for name, values in factors.items()} for plain in odds)
-    pool = [(case, pairs(case)) for case in drawn if allowed(case)]
-    missing = set().union(*(covered for _, covered in pool))
+    ]
+    if not pool:
+        return []
+    indices = np.array([indices for indices, _ in pool])
+    first, second = np.triu_indices(len(factors), 1)
+    # [cases, pairs of factors]: a number for each pair of values.
+    most = max(len(values) for values in factors.values())
+    covered = (np.arange(len(first)) * most + indices[:, first]) * most + indices[:, second]
+    missing = np.zeros(len(first) * most * most, bool)
+    missing[covered] = True
     chosen = []
-    while missing:
-        best, covered = max(pool, key=lambda pair: len(pair[1] & missing))
-        chosen.append(best)
-        missing -= covered
+    while missing.any():
+        best = int(missing[covered].sum(axis=1).argmax())
+        chosen.append(pool[best][1])
+        missing[covered[best]] = False
     return chosen
