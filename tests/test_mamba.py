@@ -20,9 +20,7 @@ from toolkit_lm.scheduler.request import Request
 from toolkit_lm_devkit import KVKindConformance, make_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "mamba"))
-sys.path.insert(0, str(Path(__file__).parent / "plugins" / "ngram"))
 
-import ngram_drafter
 import test_conformance_kit_models as kit_models
 import toolkit_lm_mamba
 from toolkit_lm_mamba.mixer import MambaBackend
@@ -232,7 +230,7 @@ def rounds(model, params, *, caching=True, drafter=None, count=3, **options):
         options["num_kv_blocks"] = options["num_kv_blocks"] // 7
     with LLM(
         str(folder),
-        plugins=[ngram_drafter, *plugins],
+        plugins=[*plugins],
         device="cpu",
         dtype="float32",
         max_model_len=64,

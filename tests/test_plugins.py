@@ -28,6 +28,7 @@ SHIPPED = [
     "decoder",
     "deepseek",
     "devkit",
+    "drafters",
     "encdec",
     "encoder",
     "executor_mp",

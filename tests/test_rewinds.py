@@ -18,9 +18,7 @@ from toolkit_lm.step import Drafter
 from toolkit_lm_devkit import make_checkpoint
 
 FOLDER = Path(__file__).parent / "plugins"
-for plugin in ("ngram", "mamba"):
-    sys.path.insert(0, str(FOLDER / plugin))
-NGRAM = importlib.import_module("ngram_drafter")
+sys.path.insert(0, str(FOLDER / "mamba"))
 MAMBA = importlib.import_module("toolkit_lm_mamba")
 PROMPTS = [
     [3 + (i * k) % period for i in range(length)]
@@ -69,10 +67,11 @@ def run(model, params, drafter=None, **options):
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4} | options
     with LLM(
         str(folder),
-        plugins=[NGRAM, steps, *plugins],
+        plugins=[steps, *plugins],
         drafter=drafter,
         dtype="float32",
         max_model_len=96,
+        plugin_option=["drafters.prompt_lookup_min=1"],
         **options,
     ) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]

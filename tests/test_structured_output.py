@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import jsonschema
 import pytest
-from test_drafts import NGRAM
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm_server.app import create_app
 
@@ -195,7 +194,7 @@ def test_drafts_follow_the_grammar(temperature):
         for one in asked
     ]
     found = []
-    for options in ({}, {"plugins": [NGRAM], "drafter": "ngram"}):
+    for options in ({}, {"drafter": "ngram"}):
         with LLM("tiny", dtype="float32", **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [output.error for output in outputs] == [None] * 3

@@ -3,10 +3,6 @@ plain run."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hybrid_families import VARIANTS, VOCAB_SIZE, make_model
@@ -17,8 +13,6 @@ from toolkit_lm_devkit import KVKindConformance, make_checkpoint, randomize
 from toolkit_lm_hybrid.mixer import RecurrentBackend
 from toolkit_lm_hybrid.spec import RecurrentStateSpec
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "plugins" / "ngram"))
-NGRAM = importlib.import_module("ngram_drafter")
 SIZE = 4
 TAILS = [[*range(length, 2 * length)] for length in (29, 32, 33, 5, 4, 1)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=True)
@@ -69,7 +63,7 @@ def run(folder, params, prompts=TAILS, *, plugins=(), rounds=1, **options):
         "block_size": SIZE,
         **options,
     }
-    with LLM(str(folder), plugins=[NGRAM, *plugins], **options) as llm:
+    with LLM(str(folder), plugins=[*plugins], **options) as llm:
         texts = [{"prompt_token_ids": prompt} for prompt in prompts]
         found = [llm.generate(texts, params, use_tqdm=False) for _ in range(rounds)]
     assert not any(output.error for outputs in found for output in outputs)

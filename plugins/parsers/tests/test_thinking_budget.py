@@ -3,11 +3,8 @@ engine runs it."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,12 +142,10 @@ def test_preemption_prefix_caching_and_drafts_change_nothing(folders, marks):
 
 
 def test_drafts_change_nothing(folders):
-    sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "plugins" / "ngram"))
-    drafter = importlib.import_module("ngram_drafter")
     given = params(n=2, max_tokens=40, temperature=0.05)
     with engine(folders["letters"]) as llm:
         expected = [one.token_ids for one in answers(llm, given)]
-    with engine(folders["letters"], plugins=[drafter], drafter="ngram") as llm:
+    with engine(folders["letters"], drafter="ngram") as llm:
         assert [one.token_ids for one in answers(llm, given)] == expected
 
 

@@ -1,0 +1,70 @@
+"""The drafter "ngram": prompt lookup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from toolkit_lm.messages import StepResult
+from toolkit_lm.step import Drafter, StepInputs, StepRun
+from torch import Tensor
+
+from toolkit_lm_drafters.token_index import TokenIndex, common_suffix
+
+_CANDIDATES = 32
+"""Most earlier occurrences that are compared."""
+
+
+class NgramDrafter(Drafter):
+    """Finds the last tokens of a sequence earlier in it, and drafts the tokens that followed there.
+
+    The longest match counts, of equally long ones the latest. Each sequence has an index, which
+    grows with it.
+    """
+
+    def __init__(self, *arguments: Any, **own: Any) -> None:
+        super().__init__(*arguments, **own)
+        self._shortest, self._longest = self.options.lookup
+        self._num_drafts = self.options.num_drafts
+        self._indexes: dict[int, TokenIndex] = {}
+
+    def remove(self, seq_id: int) -> None:
+        self._indexes.pop(seq_id, None)
+
+    def finish(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
+    ) -> None:
+        histories = inputs.histories
+        for place in inputs.sampling:
+            if result.token_ids[place]:
+                seq_id = inputs.plan.scheduled[place].seq_id
+                tokens = histories.tokens(inputs.rows[place])
+                index = self._indexes.get(seq_id)
+                if index is None:
+                    index = self._indexes[seq_id] = TokenIndex(self._shortest, len(tokens) + 64)
+                if drafts := self._look_up(index, tokens):
+                    result.drafts[seq_id] = drafts
+
+    def propose(self, token_ids: np.ndarray) -> list[int]:
+        return self._look_up(TokenIndex(self._shortest, len(token_ids)), token_ids)
+
+    def _look_up(self, index: TokenIndex, tokens: np.ndarray) -> list[int]:
+        index.update(tokens)
+        view = tokens.data
+        end = len(tokens)
+        longest = source = 0
+        for place in index.occurrences(view, end, _CANDIDATES):
+            length = common_suffix(view, end, view, place, self._longest)
+            if length > longest:
+                longest, source = length, place
+                if length == self._longest:
+                    break
+        return _copy(view, source, end, self._num_drafts) if longest else []
+
+
+def _copy(tokens: memoryview, source: int, end: int, count: int) -> list[int]:
+    """Returns `count` tokens from `source` on. Where tokens[:end] ends, the copy repeats itself."""
+    copied = tokens[source : min(source + count, end)].tolist()
+    while len(copied) < count:
+        copied += copied[: count - len(copied)]
+    return copied
