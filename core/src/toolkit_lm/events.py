@@ -70,6 +70,8 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     """Tokens that the step added to sequences."""
     num_output_sequences: int = 0
     """Number of sequences that got tokens."""
+    drafts: list[tuple[int, int]] = []
+    """For each sequence with drafts: the number of drafts, and how many of them were accepted."""
     num_compilations: int = 0
     """Graphs that torch compiled in the step, in any thread of the process. All should be compiled
     before the first request."""

@@ -102,6 +102,16 @@ class SequenceInputs(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Data that the front prepared for each part, as msgpack, by part name."""
 
 
+class DraftRequest(Struct, frozen=True, omit_defaults=True):
+    """A request's data for its drafters: `SequenceInputs.parts["drafter"]`."""
+
+    max_draft_tokens: int | None = None
+    """Most drafts of a sequence in a step; None: no limit but the drafter's own."""
+    scope: str = ""
+    """Name of the requests whose tokens may be the source of drafts, such as those of one
+    tenant."""
+
+
 class CacheKey(Struct, array_like=True, frozen=True):
     """A dependency of the keys and values of tokens [start, end) other than the tokens up to them.
     Examples are a tenant's salt and the hash of an image."""
@@ -258,6 +268,10 @@ class EngineOutput(Struct, kw_only=True):
     """The token that ended the sequence, if it is one of params.stop_token_ids."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    num_draft_tokens: int = 0
+    """Drafts of the sequence that the step verified."""
+    num_accepted_tokens: int = 0
+    """Drafts of these that were sampled."""
     cumulative_logprob: float | None = None
     """Sum of log probabilities of a beam search's sequence, which is returned as a whole."""
     score: float | None = None

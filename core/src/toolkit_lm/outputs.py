@@ -55,6 +55,10 @@ class RequestMetrics:
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     num_generation_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Drafts that were verified, over all sequences."""
+    num_accepted_tokens: int = 0
+    """Drafts of these that were sampled."""
 
 
 @dataclass(slots=True)

@@ -41,8 +41,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     drafter: Annotated[
-        str | None,
-        option("Speculative decoding: the plugin that drafts tokens, by name.", none="none"),
+        list[str] | None,
+        option(
+            "Speculative decoding: drafters, by name. Of several, a step takes the drafts of the "
+            "best.",
+            none="none",
+        ),
     ] = None
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],

@@ -84,8 +84,8 @@ class LLMOptions(TypedDict, total=False):
     scheduling_policy: str | None
     """Order of admission, by name. fcfs: by arrival. fair: by turns between clients. priority:
     by the request's number, smallest first. Or a plugin's."""
-    drafter: str | None
-    """Speculative decoding: the plugin that drafts tokens, by name."""
+    drafter: list[str] | None
+    """Speculative decoding: drafters, by name. Of several, a step takes the drafts of the best."""
     preemption_mode: Literal["auto", "recompute", "swap"]
     """Preemption of a request. recompute: compute it again later. swap: move it to swap_memory.
     auto: the cheaper of the two."""

@@ -274,6 +274,11 @@ class EngineCore:
                 num_tokens=num_tokens,
                 num_output_tokens=sum(got),
                 num_output_sequences=len(got),
+                drafts=[
+                    (output.num_draft_tokens, output.num_accepted_tokens)
+                    for output in outputs
+                    if output.num_draft_tokens
+                ],
                 num_compilations=result.num_compilations,
             )
             self._events.append(event)

@@ -1,3 +1,4 @@
+from .draft_chain import DraftChain as DraftChain
 from .drafting import DraftingPart as DraftingPart
 from .encoder import EncoderPart as EncoderPart, HasEncoder as HasEncoder
 from .media import (

@@ -9,20 +9,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import msgpack
 from torch import Tensor, nn
 
 from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import NewSequence, StepPlan, StepResult
+from toolkit_lm.messages import DraftRequest, NewSequence, StepPlan, StepResult
+from toolkit_lm.parts.draft_chain import DraftChain, check_tokens
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
 
 
 class DraftingPart(StepPart):
-    """Asks a drafter for drafts. A drafter that fails is dropped with one warning: tokens are the
-    same without it."""
+    """Asks drafters for drafts. A drafter that fails is dropped with one warning: tokens are the
+    same without it.
+
+    Of several drafters, each row of a step takes the drafts that are expected to gain most. The
+    others may extend them.
+    """
 
     ranks = "last_stage"
 
@@ -35,35 +41,65 @@ class DraftingPart(StepPart):
         plugins: Plugins,
         options: Any = None,
     ) -> None:
-        """Makes the drafter that the config names. Raises PluginError if that fails."""
+        """Makes the drafters that the config names. Raises PluginError if that fails."""
         super().__init__(model, config, device, plugins=plugins, options=options)
-        name = config.scheduler.drafter
-        assert name is not None, "the config names a drafter"
-        self._name = name
-        self._owner = plugins.drafters.get(name).owner
         self._vocab_size = config.vocab_size or np.inf
-        self._drafter: Drafter | None = plugins.drafters.make(
-            name, model, config, device, plugins=plugins, options=plugins.options(self._owner.name)
+        self._drafters: dict[str, Drafter] = {
+            name: self._make(name) for name in config.scheduler.drafter or ()
+        }
+        self._names = list(self._drafters)
+        made = self._drafters.values()
+        self.taps = list(dict.fromkeys(tap for drafter in made for tap in drafter.taps))
+        self.lookahead = max((drafter.lookahead for drafter in made), default=0)
+        self.buffers = self._merged("buffer", lambda drafter: drafter.buffers)
+        self._limits: dict[int, int] = {}
+        """Most drafts of a step, by seq_id, of requests that limit them."""
+        self._chain = DraftChain(self._vocab_size)
+
+    def _make(self, name: str) -> Drafter:
+        owner = self.plugins.drafters.get(name).owner
+        drafter: Drafter = self.plugins.drafters.make(
+            name,
+            self.model,
+            self.config,
+            self.device,
+            plugins=self.plugins,
+            options=self.plugins.options(owner.name),
         )
-        self.taps = self._drafter.taps
-        self.buffers = self._drafter.buffers
-        self.lookahead = self._drafter.lookahead
         for method in ("groups", "inputs"):
-            if getattr(type(self._drafter), method) is not getattr(StepPart, method):
+            if getattr(type(drafter), method) is not getattr(StepPart, method):
                 raise PluginError(
-                    f"{self._owner}: drafter {name!r} defines {method}(): a drafter has no say "
-                    "in the model's forward pass."
+                    f"{owner}: drafter {name!r} defines {method}(): a drafter has no say in the "
+                    "model's forward pass."
                 )
+        return drafter
+
+    def _merged(self, noun: str, ask: Callable[[Drafter], Mapping[str, Any]]) -> dict[str, Any]:
+        """Merges what drafters state by name. Raises PluginError for a name of two drafters."""
+        merged: dict[str, Any] = {}
+        for name, drafter in self._drafters.items():
+            stated = ask(drafter)
+            for key in merged.keys() & stated.keys():
+                raise PluginError(f"drafter {name!r} has a {noun} {key!r}, and another has it too.")
+            merged |= stated
+        return merged
 
     def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        if self._drafter is not None:
-            self._drafter.load(weights)
+        for drafter in self._drafters.values():
+            drafter.load(weights)
 
     def layers(self) -> Mapping[str, CacheLayer]:
-        return {} if self._drafter is None else self._drafter.layers()
+        return self._merged("layer", lambda drafter: drafter.layers())
+
+    def reserved_bytes(self) -> int:
+        return sum(drafter.reserved_bytes() for drafter in self._drafters.values())
 
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
-        self._guarded(lambda drafter: drafter.context(inputs, buffers))
+        self._each(
+            lambda drafter: drafter.context(
+                inputs, {name: buffers[name] for name in drafter.buffers}
+            )
+        )
 
     def begin(self, plan: StepPlan, step: StepRun) -> None:
         if plan.after_failure:
@@ -73,38 +109,67 @@ class DraftingPart(StepPart):
         self._agree()
 
     def _agree(self) -> None:
-        """Drops the drafter if another rank has dropped its own. Otherwise it would wait for that
+        """Drops the drafters that another rank has dropped. Otherwise they would wait for that
         rank."""
         group = tensor_parallel_group(self.config.parallel)
         if group.size > 1:
-            dropped = torch.tensor([float(self._drafter is None)], device=self.device)
-            if group.all_reduce(dropped).item():
-                self._drafter = None
+            dropped = [float(name not in self._drafters) for name in self._names]
+            everywhere = group.all_reduce(torch.tensor(dropped, device=self.device)).tolist()
+            for name, is_dropped in zip(self._names, everywhere, strict=True):
+                if is_dropped:
+                    self._drafters.pop(name, None)
 
     def add(self, seq: NewSequence) -> None:
-        self._guarded(lambda drafter: drafter.add(seq))
+        if "drafter" in seq.inputs.parts:
+            asked = msgpack.decode(seq.inputs.parts["drafter"], type=DraftRequest)
+            if asked.max_draft_tokens is not None:
+                self._limits[seq.seq_id] = asked.max_draft_tokens
+        self._each(lambda drafter: drafter.add(seq))
 
     def remove(self, seq_id: int) -> None:
-        self._guarded(lambda drafter: drafter.remove(seq_id))
+        self._limits.pop(seq_id, None)
+        self._chain.remove(seq_id)
+        self._each(lambda drafter: drafter.remove(seq_id))
+
+    def close(self) -> None:
+        self._each(lambda drafter: drafter.close())
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
-        """Adds drafts to a step's result. The drafter gets copies, and arrays that it cannot write
+        """Adds drafts to a step's result. Drafters get copies, and arrays that they cannot write
         to."""
-        if self._drafter is None:
+        if not self._drafters:
             return
-        own = StepResult(token_ids=[list(drawn) for drawn in result.token_ids])
         history = inputs.histories.token_ids
         history.flags.writeable = False
         try:
             _make_read_only(inputs)
-            self._guarded(lambda drafter: drafter.finish(inputs, hidden_states, own, step))
-            self._guarded(lambda drafter: self._check(drafter, inputs.plan, result, own.drafts))
+            drafts = self._drafts(inputs, hidden_states, result, step)
         finally:
             history.flags.writeable = True
-        if self._drafter is not None:
-            result.drafts |= own.drafts
+        for seq_id, tokens in drafts.items():
+            if tokens := tokens[: self._limits.get(seq_id)]:
+                result.drafts[seq_id] = tokens
+
+    def _drafts(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
+    ) -> dict[int, list[int]]:
+        proposals: dict[str, dict[int, list[int]]] = {}
+
+        def ask(drafter: Drafter) -> dict[int, list[int]]:
+            own = StepResult(token_ids=[list(drawn) for drawn in result.token_ids])
+            drafter.finish(inputs, hidden_states, own, step)
+            self._check(drafter, inputs.plan, result, own.drafts)
+            return own.drafts
+
+        for name in [*self._drafters]:
+            if (drafts := self._guarded(name, ask)) is not None:
+                proposals[name] = drafts
+        if len(self._names) == 1:
+            return next(iter(proposals.values()), {})
+        self._chain.observe(inputs.plan, result)
+        return self._chain.choose(inputs, proposals, self._guarded)
 
     def _check(
         self, drafter: Drafter, plan: StepPlan, result: StepResult, drafts: dict[int, list[int]]
@@ -115,26 +180,33 @@ class DraftingPart(StepPart):
             row.seq_id for row, drawn in zip(plan.scheduled, result.token_ids, strict=True) if drawn
         }
         for seq_id, tokens in drafts.items():
-            is_list = isinstance(tokens, list) and all(
-                type(token) is int and 0 <= token < self._vocab_size for token in tokens
-            )
-            if not is_list or seq_id not in drawing:
+            check_tokens(drafter, tokens, self._vocab_size)
+            if seq_id not in drawing:
                 raise ValueError(
                     f"{type(drafter).__qualname__} has proposed {tokens!r}: no list of token ids "
                     "of a sequence that drew one"
                 )
 
-    def _guarded(self, call: Callable[[Drafter], object]) -> None:
-        if self._drafter is None:
-            return
+    def _each(self, call: Callable[[Drafter], object]) -> None:
+        for name in [*self._drafters]:
+            self._guarded(name, call)
+
+    def _guarded(self, name: str, call: Callable[[Drafter], Any]) -> Any:
+        """Calls a drafter. Drops it if it raises, and returns None."""
+        if (drafter := self._drafters.get(name)) is None:
+            return None
         try:
-            call(self._drafter)
+            return call(drafter)
         except (Exception, SystemExit) as error:
             # Before the warning, which may be raised as an error.
-            self._drafter = None
+            del self._drafters[name]
+            owner = self.plugins.drafters.get(name).owner
+            left = (
+                f"{', '.join(self._drafters)} goes on" if self._drafters else "nothing is drafted"
+            )
             message = (
-                f"{self._owner.failure(error, f'drafter {self._name!r}').rstrip('.')}. It is "
-                "dropped: from now on nothing is drafted."
+                f"{owner.failure(error, f'drafter {name!r}').rstrip('.')}. It is dropped: from now "
+                f"on {left}."
             )
             warnings.warn(message, PluginWarning, stacklevel=2)
             if self.config.parallel.tensor_parallel_size > 1:
@@ -142,6 +214,7 @@ class DraftingPart(StepPart):
                 if isinstance(error, Exception):
                     raise
                 raise PluginError(message) from error
+            return None
 
 
 def _make_read_only(inputs: StepInputs) -> None:

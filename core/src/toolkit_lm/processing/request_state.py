@@ -109,6 +109,8 @@ class RequestState:
     def apply(self, output: EngineOutput) -> bool:
         """Adds one step's output of one sequence. True: a stop text ended it, and the engine must
         be informed."""
+        self.metrics.num_draft_tokens += output.num_draft_tokens
+        self.metrics.num_accepted_tokens += output.num_accepted_tokens
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
             return any(self.apply(output) for output in _token_by_token(output))
         if self._params.max_tokens == 0:
@@ -296,7 +298,11 @@ def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:
     last = len(output.token_ids) - 1
     for i, token in enumerate(output.token_ids):
         shown = structs.replace(
-            output, token_ids=[token], logprobs=output.logprobs and output.logprobs[i : i + 1]
+            output,
+            token_ids=[token],
+            logprobs=output.logprobs and output.logprobs[i : i + 1],
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
         )
         yield (
             shown if i == last else structs.replace(shown, finish_reason=None, stop_token_id=None)

@@ -175,8 +175,8 @@ def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:
     drafter = config.scheduler.drafter
     return (
         None
-        if not config.engine.overlap or drafter is None
-        else f"with the drafter {drafter!r} no step is planned ahead"
+        if not config.engine.overlap or not drafter
+        else f"with the drafter {', '.join(drafter)!r} no step is planned ahead"
     )
 
 

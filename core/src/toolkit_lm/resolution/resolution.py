@@ -329,8 +329,11 @@ def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> No
     max_num_batched_tokens as it was given."""
     scheduler = config.scheduler
     plugins.scheduling_policies.get(scheduler.policy)
-    if scheduler.drafter is not None:
-        plugins.drafters.get(scheduler.drafter)
+    drafters = scheduler.drafter or []
+    for name in drafters:
+        plugins.drafters.get(name)
+        if drafters.count(name) > 1:
+            raise ConfigError(f"drafter names {name!r} twice.")
     parallel = config.parallel
     if parallel.num_ranks % parallel.nodes:
         raise ConfigError(

@@ -99,12 +99,12 @@ class StepParts:
     def check_drafts(self, config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
         """Raises UnsupportedError for a drafter of an engine whose model takes no tokens back.
         `specs`: what its layers cache."""
-        if (drafter := config.scheduler.drafter) is not None and (
+        if (drafters := config.scheduler.drafter) and (
             config.model.runner == "pooling" or not max_drafts(specs)
         ):
             raise UnsupportedError(
-                f"drafter {drafter!r}: drafts are for engines that generate, of models that can "
-                "take tokens back: a recurrent state's spec says how many (rewinds)."
+                f"drafter {', '.join(drafters)!r}: drafts are for engines that generate, of models "
+                "that can take tokens back: a recurrent state's spec says how many (rewinds)."
             )
 
     def facts(self) -> dict[str, Raw]:
@@ -155,11 +155,11 @@ def make_parts(
             plugins=plugins,
             options=plugins.options(entry.owner.name),
         )
-    if config.scheduler.drafter is not None:
+    if config.scheduler.drafter:
         if _runs_here(DraftingPart, config):
             parts["drafter"] = DraftingPart(model, config, device, plugins=plugins)
         else:
-            elsewhere.append(plugins.drafters.load(config.scheduler.drafter))
+            elsewhere += map(plugins.drafters.load, config.scheduler.drafter)
     made = StepParts(parts, elsewhere)
     for load in made.calls("load"):
         load(lambda: _weights(config, plugins))

@@ -80,7 +80,7 @@ class Scheduler:
             default_seed=config.model.seed,
             chunked=config.scheduler.enable_chunked_prefill is not False,
             needs_tokens=config.parallel.pipeline_parallel_size > 1
-            or config.scheduler.drafter is not None,
+            or bool(config.scheduler.drafter),
             forks_anywhere=self.blocks.forks_anywhere,
             max_drafts=self.blocks.max_drafts,
             whole_items=whole_items,
@@ -211,6 +211,9 @@ class Scheduler:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
                 drafts = result.drafts.get(row.seq_id, [])
                 taken = self._accept_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
+                if row.num_drafts:
+                    taken.num_draft_tokens = row.num_drafts
+                    taken.num_accepted_tokens = len(tokens) - 1
                 outputs.append(taken)
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +19,10 @@ class Drafter(StepPart):
 
     `add` and `remove` announce sequences, as for any StepPart, and `finish` asks for drafts. A
     drafter that raises, or that returns anything but lists of the model's tokens, is dropped with a
-    warning. The engine then continues without drafts. Drafters do not use `groups` and `inputs`.
+    warning. The engine then continues without it. Drafters do not use `groups` and `inputs`.
+
+    Of several drafters, each row takes the drafts of the one whose expected number of accepted
+    drafts is largest, by `acceptance`. The others may `extend` them.
     """
 
     ranks = "last_stage"
@@ -27,6 +31,18 @@ class Drafter(StepPart):
     def propose(self, token_ids: np.ndarray) -> list[int]:
         """Returns drafts that follow these tokens, [N] int32, read only: prompt and output of a
         sequence. Empty: no drafts."""
+
+    def extend(self, seq_id: int, token_ids: np.ndarray, num_drafts: int) -> list[int]:
+        """Returns drafts that follow drafts of another drafter: the last `num_drafts` of these
+        tokens, [N] int32, read only. Only called if there are several drafters. By default,
+        `propose` of all tokens."""
+        return self.propose(token_ids)
+
+    def acceptance(self, seq_id: int, drafts: Sequence[int]) -> Sequence[float] | None:
+        """Returns the probability that each of the drafts just returned is accepted, if those
+        before it are. None: unknown. The engine compares several drafters by it, and corrects it by
+        what it observes. Only called if there are several."""
+        return None
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun

@@ -5,21 +5,35 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from toolkit_lm.config import parse_memory
 
 
 class Options(Struct, frozen=True, kw_only=True):
     """Options of all drafters. Each drafter reads its own, and `num_speculative_tokens`."""
 
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Most drafts of a sequence in a step. None: 4."""
+    """Most drafts of a sequence in a step. None: 4; suffix: 16."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: tokens of the shortest n-gram that is looked up. None: 2, or prompt_lookup_max if
     that is less."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: tokens of the longest n-gram that is looked up. None: 5, or prompt_lookup_min if that
     is more."""
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
+    """suffix: drafts per token of the match that they follow."""
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """suffix: a draft ends before its probability, by what followed earlier matches, is less."""
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
+    """suffix: tokens of the longest match."""
+    suffix_memory: str = "64MiB"
+    """suffix: memory for the outputs of finished requests. "0": drafts come from the request's own
+    tokens alone."""
 
     def __post_init__(self) -> None:
+        if isinstance(parse_memory(self.suffix_memory), float):
+            raise ValueError(
+                f"suffix_memory is a number of bytes, such as 64MiB, not {self.suffix_memory}"
+            )
         if None not in (self.prompt_lookup_min, self.prompt_lookup_max):
             shortest, longest = self.lookup
             if shortest > longest:

@@ -77,9 +77,13 @@ class TokenIndex:
         self._before[ends[firsts]] = self._heads[keys[firsts]]
         self._heads[keys[lasts]] = ends[lasts]
 
-    def occurrences(self, tokens: memoryview, end: int, limit: int) -> Iterator[int]:
+    def occurrences(
+        self, tokens: memoryview, end: int, limit: int, held: memoryview | None = None
+    ) -> Iterator[int]:
         """Yields the ends of grams that equal the last `size` of tokens[:end], the latest first, of
-        the `limit` latest with the same hash."""
+        the `limit` latest with the same hash. `held`: the index's sequence; None: it is
+        `tokens`."""
+        held = tokens if held is None else held
         if end < self.size:
             return
         gram = tokens[end - self.size : end]
@@ -87,7 +91,7 @@ class TokenIndex:
         for _ in range(limit):
             if not place:
                 return
-            if tokens[place - self.size : place] == gram:
+            if held[place - self.size : place] == gram:
                 yield place
             place = self._previous[place]
 
