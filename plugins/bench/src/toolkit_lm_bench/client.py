@@ -52,6 +52,8 @@ class _Choice(Struct):
 class _Usage(Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class _Event(Struct):
@@ -119,6 +121,8 @@ class Stream:
             e2el=times[-1] - start,
             num_prompt_tokens=usage.prompt_tokens if usage else of_prompt,
             num_output_tokens=usage.completion_tokens if usage else len(self.times),
+            num_draft_tokens=usage.draft_tokens if usage else 0,
+            num_accepted_tokens=usage.accepted_draft_tokens if usage else 0,
             is_counted=usage is None,
             text="".join(self.content),
         )

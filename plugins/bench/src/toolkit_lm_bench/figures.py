@@ -29,6 +29,9 @@ class Sample:
     """From sending to the last event with text."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Verified drafts of speculative decoding."""
+    num_accepted_tokens: int = 0
     is_counted: bool = False
     """True if the server reported no usage: events with text are then counted as tokens."""
     text: str = ""
@@ -84,6 +87,10 @@ class Figures:
     counted: int
     """Requests whose tokens are counted events, for want of usage."""
     first_error: str | None
+    draft_acceptance: float | None = None
+    """Speculative decoding: accepted drafts per draft. None: no drafts."""
+    acceptance_length: float | None = None
+    """Output tokens per step and sequence. None: no drafts."""
     distributions: dict[str, Distribution] = field(default_factory=dict)
     """Distributions by metric. A metric that no request has is missing."""
 
@@ -129,10 +136,26 @@ def make_figures(
         request_goodput=sum(sample.meets(slo) for sample in good) / duration if slo else None,
         counted=sum(sample.is_counted for sample in good),
         first_error=next((sample.error for sample in samples if sample.error is not None), None),
+        **acceptance(
+            num_outputs,
+            sum(sample.num_draft_tokens for sample in good),
+            sum(sample.num_accepted_tokens for sample in good),
+        ),
         distributions={
             name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds
         },
     )
+
+
+def acceptance(num_outputs: int, num_drafts: int, num_accepted: int) -> dict[str, float | None]:
+    """The figures of speculative decoding. A step gives a sequence its accepted drafts and one
+    token."""
+    if not num_drafts:
+        return {"draft_acceptance": None, "acceptance_length": None}
+    return {
+        "draft_acceptance": num_accepted / num_drafts,
+        "acceptance_length": num_outputs / max(1, num_outputs - num_accepted),
+    }
 
 
 def percentile(ordered: Sequence[float], number: float) -> float:

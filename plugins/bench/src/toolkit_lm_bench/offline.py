@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from toolkit_lm.config import VllmConfig
@@ -14,7 +14,7 @@ from toolkit_lm.errors import ConfigError, ToolkitError
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_bench.datasets import SEED_STRIDE, Conversation, Prompt, make_works
-from toolkit_lm_bench.figures import percentile
+from toolkit_lm_bench.figures import acceptance, percentile
 from toolkit_lm_bench.options import DatasetOptions, SamplingOptions
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Throughput:
     total_tokens_per_second: float
     elapsed_times: list[float]
     """Seconds of each run, in order."""
+    draft_acceptance: float | None = None
+    """Speculative decoding: accepted drafts per draft. None: no drafts."""
+    acceptance_length: float | None = None
+    """Output tokens per step and sequence. None: no drafts."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def measure_throughput(
     _prompts(dataset, config, 0)
     from toolkit_lm import LLM
 
-    runs: list[tuple[float, int, int]] = []
+    runs: list[_Run] = []
     with LLM(config=config, plugins=plugins) as llm:
         dataset = _within(dataset, llm)
         for run in range(warmup + repeats):
@@ -87,7 +91,9 @@ def measure_throughput(
             if run >= warmup:
                 runs.append(found)
     times = [seconds for seconds, *_ in runs]
-    seconds, num_inputs, num_outputs = runs[times.index(median_low(times))]
+    seconds, num_inputs, num_outputs, num_drafts, num_accepted = runs[
+        times.index(median_low(times))
+    ]
     return Throughput(
         num_requests=dataset.num_prompts,
         num_prompt_tokens=num_inputs,
@@ -97,6 +103,7 @@ def measure_throughput(
         output_tokens_per_second=num_outputs / seconds,
         total_tokens_per_second=(num_inputs + num_outputs) / seconds,
         elapsed_times=times,
+        **acceptance(num_outputs, num_drafts, num_accepted),
     )
 
 
@@ -130,16 +137,23 @@ def measure_latency(
     return Latency(batch_size, input_len, output_len, fmean(times), found, times)
 
 
+class _Run(NamedTuple):
+    """A call of `LLM.generate`."""
+
+    seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 def _prompts(dataset: DatasetOptions, config: VllmConfig, run: int) -> list[Prompt]:
     """Prompts of a run. Raises ConfigError."""
     works = make_works(dataset, SEED_STRIDE * (config.model.seed or 0) + run)
     return [work for work in works if not isinstance(work, Conversation)]
 
 
-def _generate(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-) -> tuple[float, int, int]:
-    """Seconds, prompt tokens, output tokens."""
+def _generate(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> _Run:
     llm.reset_prefix_cache()
     asked: list[TextPrompt | TokensPrompt] = [
         {"prompt": prompt.content}
@@ -156,7 +170,14 @@ def _generate(
     num_outputs = sum(
         len(completion.token_ids) for output in outputs for completion in output.outputs
     )
-    return seconds, sum(output.num_prompt_tokens for output in outputs), num_outputs
+    metrics = [output.metrics for output in outputs if output.metrics]
+    return _Run(
+        seconds,
+        sum(output.num_prompt_tokens for output in outputs),
+        num_outputs,
+        sum(one.num_draft_tokens for one in metrics),
+        sum(one.num_accepted_tokens for one in metrics),
+    )
 
 
 def _params(sampling: SamplingOptions, max_tokens: int) -> SamplingParams:

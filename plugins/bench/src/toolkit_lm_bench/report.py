@@ -18,6 +18,7 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_bench.figures import METRICS
 
 if TYPE_CHECKING:
+    from toolkit_lm_bench.figures import Figures
     from toolkit_lm_bench.offline import Latency, Throughput
     from toolkit_lm_bench.serve import Served, SweepSetup
     from toolkit_lm_bench.startup import Startup
@@ -89,6 +90,7 @@ def print_throughput(found: Throughput, model: str) -> None:
     table.add_row("requests", str(found.num_requests))
     table.add_row("prompt tokens", str(found.num_prompt_tokens))
     table.add_row("output tokens", str(found.num_output_tokens))
+    _add_acceptance(table, found)
     _print(f"{model}: median of {len(found.elapsed_times)} runs", table)
 
 
@@ -119,6 +121,7 @@ def print_served(served: Served) -> None:
         table.add_row("good requests per second", f"{figures.request_goodput:.2f}")
     table.add_row("output tokens per second", f"{figures.output_throughput:.1f}")
     table.add_row("tokens per second, prompts included", f"{figures.total_token_throughput:.1f}")
+    _add_acceptance(table, figures)
     _print(f"{served.model}, {served.load.name}", table)
     if figures.distributions:
         numbers = next(iter(figures.distributions.values())).percentiles
@@ -127,6 +130,13 @@ def print_served(served: Served) -> None:
             cells = [found.mean, *found.percentiles.values()]
             times.add_row(name.upper(), METRICS[name], *(f"{cell:.2f}" for cell in cells))
         _print("", times)
+
+
+def _add_acceptance(table: Table, figures: Figures | Throughput) -> None:
+    """Adds rows for speculative decoding, if there were drafts."""
+    if figures.draft_acceptance is not None:
+        table.add_row("accepted drafts per draft", f"{figures.draft_acceptance:.2f}")
+        table.add_row("output tokens per step", f"{figures.acceptance_length:.2f}")
 
 
 def print_sweep(points: Sequence[Served]) -> None:

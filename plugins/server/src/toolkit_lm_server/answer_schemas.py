@@ -29,6 +29,9 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens | None = None
     """Present in chats with a model whose reasoning is known."""
+    draft_tokens: int | None = None
+    """Verified drafts. Present with speculative decoding, if there were any."""
+    accepted_draft_tokens: int | None = None
 
 
 class PoolingUsage(BaseModel):

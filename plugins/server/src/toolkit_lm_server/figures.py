@@ -114,6 +114,29 @@ class Figures:
         self.generation_tokens = metric(
             Counter, "generation_tokens", "Output tokens, as they come."
         )
+        self.drafts = metric(
+            Counter,
+            "spec_decode_num_drafts",
+            "Speculative decoding: sequences with drafts, over steps.",
+        )
+        self.draft_tokens = metric(
+            Counter, "spec_decode_num_draft_tokens", "Speculative decoding: verified drafts."
+        )
+        self.accepted_tokens = metric(
+            Counter, "spec_decode_num_accepted_tokens", "Speculative decoding: accepted drafts."
+        )
+        self.draft_tokens_per_pos = Counter(
+            "toolkit_lm_spec_decode_num_draft_tokens_per_pos",
+            "Verified drafts, by their place among the drafts of a sequence, from 0 on.",
+            [ENGINE, "position"],
+            registry=self.registry,
+        )
+        self.accepted_tokens_per_pos = Counter(
+            "toolkit_lm_spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts, by their place.",
+            [ENGINE, "position"],
+            registry=self.registry,
+        )
         self.compilations = metric(
             Counter,
             "compilations_after_ready",

@@ -145,6 +145,10 @@ class Generation:
         """Token counts so far. Prompts count as the engine read them."""
         prompt = sum(output.num_prompt_tokens for output in self._latest.values())
         completion = sum(self._num_tokens)
+        metrics = [output.metrics for output in self._latest.values() if output.metrics]
+        drafted = sum(one.num_draft_tokens for one in metrics)
+        accepted = sum(one.num_accepted_tokens for one in metrics)
+        drafts = {"draft_tokens": drafted, "accepted_draft_tokens": accepted} if drafted else {}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -152,6 +156,7 @@ class Generation:
             "prompt_tokens_details": {
                 "cached_tokens": sum(output.num_cached_tokens for output in self._latest.values())
             },
+            **drafts,
         }
 
     def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[ChoicePiece]:

@@ -180,12 +180,23 @@ class Metrics:
         self._figures.generation_tokens.labels(str(event.engine)).inc(event.num_output_tokens)
         self._figures.compilations.labels(str(event.engine)).inc(event.num_compilations)
         self.totals.output += event.num_output_tokens
+        self._drafts(event)
         last = self._steps[event.engine]
         last.end, before = event.time, last.end
         if event.num_output_tokens:
             # A sequence that runs gets tokens in each step, several where drafts are accepted.
             last.gap = (event.time - before) * event.num_output_sequences / event.num_output_tokens
             last.num_later = event.num_output_tokens
+
+    def _drafts(self, event: StepEvent) -> None:
+        engine = str(event.engine)
+        for drafted, accepted in event.drafts:
+            self._figures.drafts.labels(engine).inc()
+            self._figures.draft_tokens.labels(engine).inc(drafted)
+            self._figures.accepted_tokens.labels(engine).inc(accepted)
+            for place in range(drafted):
+                self._figures.draft_tokens_per_pos.labels(engine, place).inc()
+                self._figures.accepted_tokens_per_pos.labels(engine, place).inc(place < accepted)
 
     def _request(self, event: RequestEvent) -> None:
         since_arrival = event.time - event.arrival_time
