@@ -26,13 +26,14 @@ static inline void emulated_store(int tile, void *to, long stride) {
         memcpy((char *)to + r * stride, tiles[tile].codes[r], tiles_shape.bytes[tile]);
 }
 
-/* Sums of signed codes, by fours. */
-static inline void emulated_codes(int sums, int a, int b) {
+/* Sums of signed codes, by fours, with signed ones or with those from 0 to 255. */
+static inline void emulated_codes(int sums, int a, int b, int is_signed) {
     for (int m = 0; m < tiles_shape.rows[sums]; m++)
         for (int n = 0; n < tiles_shape.bytes[sums] / 4; n++)
             for (int k = 0; k < tiles_shape.bytes[a]; k++)
                 tiles[sums].words[m][n] +=
-                    tiles[a].codes[m][k] * tiles[b].codes[k / 4][4 * n + k % 4];
+                    tiles[a].codes[m][k] * (tiles[b].codes[k / 4][4 * n + k % 4] &
+                                            (is_signed ? -1 : 255));
 }
 
 static inline float emulated_half(int32_t pair, int high) {
@@ -56,11 +57,13 @@ static inline void emulated_pairs(int sums, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbssd
+#undef _tile_dpbsud
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(shape) memcpy(&tiles_shape, shape, sizeof tiles_shape)
 #define _tile_release() ((void)0)
 #define _tile_loadd(tile, from, stride) emulated_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_store(tile, to, stride)
 #define _tile_zero(tile) memset(tiles + (tile), 0, sizeof *tiles)
-#define _tile_dpbssd(sums, a, b) emulated_codes(sums, a, b)
+#define _tile_dpbssd(sums, a, b) emulated_codes(sums, a, b, 1)
+#define _tile_dpbsud(sums, a, b) emulated_codes(sums, a, b, 0)
 #define _tile_dpbf16ps(sums, a, b) emulated_pairs(sums, a, b)
