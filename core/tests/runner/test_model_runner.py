@@ -415,7 +415,7 @@ def test_one_row_that_others_have_a_say_in_has_the_logits_made(runner, head, inp
     assert (head.asked, head.computed) == (0, 2)
 
 
-def test_beams_prompt_logprobs_and_drafts_have_the_logits_made(runner, head):
+def test_beams_and_prompt_logprobs_have_the_logits_made_and_greedy_drafts_do_not(runner, head):
     runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1], num_candidates=2)], scheduled=[row(0, 5)]))
     assert (head.asked, head.computed) == (0, 1)
     asking = new(1, PROMPT, [2, 3], params=SamplingParams(temperature=0, prompt_logprobs=0))
@@ -425,7 +425,7 @@ def test_beams_prompt_logprobs_and_drafts_have_the_logits_made(runner, head):
     )
     runner.execute(StepPlan(dropped=[1], new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
     runner.execute(StepPlan(scheduled=[drafted(5, continuation(PROMPT, 1)[0], [3])]))
-    assert (head.asked, head.computed) == (2, 7)
+    assert (head.asked, head.computed) == (4, 5)
 
 
 def test_logits_that_a_model_changes_are_made(runner, head):

@@ -132,6 +132,9 @@ def test_only_those_that_ask_register_with_logits_processors():
             self.names[row.key] = ["some"]
             return {"logits"}
 
+        def steps(self, key):
+            return True
+
         def remove(self, key):
             self.calls.append(("remove", key))
             del self.names[key]

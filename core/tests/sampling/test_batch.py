@@ -55,7 +55,7 @@ def test_each_number_that_a_draw_reads_is_a_column():
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_row_is_selected_and_cleared_in_each_column(batch, name):
     column = getattr(batch, name)
-    if name not in ("row", "follows"):
+    if name not in ("row", "follows", "num_drafts", "steps"):
         assert column[1] != column[0], "the sequence sets no value that is not the default"
     selected = getattr(batch.select(np.array([1, 0])), name)
     assert selected.dtype == column.dtype
@@ -68,3 +68,21 @@ def test_a_selection_has_the_processors_of_its_batch(batch):
     batch.processors = object()
     batch.select(np.array([1])).processors = None
     assert batch.select(np.array([1])).processors is batch.processors
+
+
+def test_positions_of_a_row_have_its_drafts_as_if_they_were_drawn(batch):
+    history = batch.history
+    tokens = history.tokens(1).tolist()
+    history.put(1, len(tokens), [7, 8], num_drafts=2)
+    selected = batch.select(np.array([1, 1, 1]), np.arange(3))
+    assert selected.position.tolist() == [int(batch.position[1]) + i for i in range(3)]
+    for i in range(3):
+        row = selected.processor_row(i)
+        assert (row.token_ids.tolist(), row.num_drafts) == (tokens + [7, 8][:i], i)
+        assert selected.output(i).tolist() == (tokens + [7, 8][:i])[row.num_prompt_tokens :]
+    # More positions than the batch has rows, and selections of a selection.
+    many = batch.select(np.ones(20, np.int64), np.arange(20) % 3)
+    again = many.select(np.array([19, 0]))
+    assert again.num_drafts.tolist() == [1, 0] and len(many) == 20
+    assert again.position.tolist() == [int(batch.position[1]) + 1, int(batch.position[1])]
+    assert not batch.num_drafts.any() and history.tokens(1).tolist() == tokens

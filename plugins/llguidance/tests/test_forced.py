@@ -182,16 +182,16 @@ def test_json_takes_few_steps(llm):
 def test_masks_are_made_while_the_forward_pass_runs(llm, in_turns, monkeypatch):
     """Without a forward pass to overlap with, masks are made after it, and are the same."""
     made = []
-    prepare = StructuredOutput._prepare
+    fill = StructuredOutput._fill
 
-    def watched(self, pairs):
+    def watched(places):
         import threading
 
-        lacking = sum(sequence.mask is None for sequence, _ in pairs)
-        prepare(self, pairs)
+        lacking = sum(place.mask is None for _, place in places)
+        fill(places)
         made.append((threading.current_thread().name.startswith("structured_output"), lacking))
 
-    monkeypatch.setattr(StructuredOutput, "_prepare", watched)
+    monkeypatch.setattr(StructuredOutput, "_fill", staticmethod(watched))
     beside, _ = run(llm, {"temperature": 1.0})
     assert sum(count for aside, count in made if aside) > 3 * sum(
         count for aside, count in made if not aside

@@ -16,6 +16,7 @@ class Suppress(LogitsProcessor):
     """Rules out `always` at every place, and `begin` at the first of the output."""
 
     stage = "logits"
+    verifies_drafts = True
     # transformers does the same: log probabilities refer to the tokens that may be drawn.
     in_logprobs = True
 

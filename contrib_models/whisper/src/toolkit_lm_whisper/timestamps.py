@@ -20,6 +20,7 @@ class Timestamps(LogitsProcessor):
     """
 
     stage = "logits"
+    verifies_drafts = True
     # transformers does the same: log probabilities refer to the tokens that may be drawn.
     in_logprobs = True
 

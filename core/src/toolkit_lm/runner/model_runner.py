@@ -204,13 +204,7 @@ class ModelRunner:
             return StepResult(token_ids=[], parts=answers, loads=loads)
         inputs = self.step_inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
-        users = (
-            self._batch.sampling.users(inputs.rows[inputs.sampling])
-            if self._processors.names
-            else None
-        )
-        if users is not None:
-            self._processors.begin(*users)
+        self._sampler.begin(inputs)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             with forward_context(self._context):
                 hidden_states = self._forward(inputs)
@@ -220,9 +214,7 @@ class ModelRunner:
                 for name, finish in self.parts.finish:
                     if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
                         answers[name] = answer
-            if users is not None:
-                self._sampler.certain = self._processors.drafts(*users)
-                result.drafts |= self._sampler.certain
+            self._sampler.drafts(inputs, result)
             num_compiled = 0
             for count in self._counters:
                 num_compiled += count()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
 
@@ -10,20 +12,75 @@ from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.model import Model
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import Sampled, greedy_sample, sample, top_candidates
+from toolkit_lm.sampling import Sampled, SamplingBatch, greedy_sample, sample, top_candidates
 from toolkit_lm.sampling.transfer import to_device
 from toolkit_lm.step import StepInputs
 
 
+class Positions(NamedTuple):
+    """Positions of a step that tokens are drawn at: S sampling rows, each after its tokens and
+    after each of its drafts."""
+
+    rows: np.ndarray
+    """[S] rows in the persistent batch."""
+    num_drafts: np.ndarray
+    """[S] number of drafts to verify."""
+    logits: np.ndarray
+    """[N] flat tokens whose hidden states give the logits: those of a row in a run."""
+    first: np.ndarray
+    """[S] start of each row's run in `logits`."""
+
+    def lengths(self, sampling: SamplingBatch) -> np.ndarray:
+        """Returns [S] the number of positions of each row that the first draw samples at."""
+        return np.where(sampling.steps[self.rows], 1, self.num_drafts + 1)
+
+    def select(self, sampling: SamplingBatch) -> SamplingBatch:
+        """Selects these positions."""
+        return _select(sampling, self.rows, self.lengths(sampling))
+
+
 class RowSampler:
     """Samples tokens for rows whose last token was computed, and appends them to the persistent
-    batch. Rows of a beam search get candidates."""
+    batch. Rows of a beam search get candidates.
+
+    Tokens are those without drafts: each position is sampled as if its drafts had been, and a row
+    keeps its samples up to the first that differs from its draft.
+    """
 
     def __init__(self, model: Model, batch: PersistentBatch) -> None:
-        self.certain: dict[int, list[int]] = {}
-        """Forced tokens that follow the last sampled ones, by seq_id."""
         self._model = model
         self._batch = batch
+        self._certain: dict[int, list[int]] = {}
+        """Forced tokens that follow the last sampled ones, by seq_id."""
+        self._positions: Positions | None = None
+        """Positions of the running step; None: it has no drafts."""
+        self._accepted: dict[int, list[int]] = {}
+        """Drafts of the running step that no draw can reject, by index in the plan."""
+
+    # A step calls these in turn
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Prepares a step's draws before its forward pass: logits processors may work meanwhile."""
+        self._positions = None
+        self._accepted = {}
+        if inputs.num_drafts.any():
+            self._positions = self._find_positions(inputs)
+        sampling = self._batch.sampling
+        if sampling.processors is not None and sampling.processors.names:
+            rows = inputs.rows[inputs.sampling]
+            selected = sampling
+            if self._positions is not None:
+                selected = self._positions.select(sampling)
+                rows = np.arange(len(selected))
+            sampling.processors.begin(*selected.users(rows))
+
+    def _find_positions(self, inputs: StepInputs) -> Positions:
+        rows = inputs.rows[inputs.sampling]
+        num_drafts = inputs.num_drafts - self._accept_forced(inputs)
+        counts = num_drafts + 1
+        first = counts.cumsum() - counts
+        last = inputs.query_start[1:][inputs.sampling] - 1
+        return Positions(rows, num_drafts, _runs(last - num_drafts, counts), first)
 
     def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Computes logits, and tokens or candidates, for the rows whose last token was computed."""
@@ -36,75 +93,90 @@ class RowSampler:
             )
         if not len(inputs.sampling):
             return result
-        # In a decode step each row has one token, and samples one.
         is_decode = len(inputs.sampling) == len(hidden_states)
-        rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
-        if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
-            last = hidden_states
-            if not is_decode:
-                last = _rows(hidden_states, inputs.query_start[1:][inputs.sampling] - 1)
-            self._store(
-                plan, result, greedy_sample(*self._model.likeliest(last)), inputs.sampling, rows
-            )
-            return result
-        if is_decode and not sampling.num_candidates.any():
-            self._draw(
-                plan, result, self._model.compute_logits(hidden_states), inputs.sampling, rows
-            )
-            return result
-        self._sample_drafted(inputs, hidden_states, result, rows)
+        if self._positions is None and not sampling.num_candidates.any():
+            self._sample_plain(inputs, hidden_states, result, is_decode)
+        else:
+            self._sample_drafted(inputs, hidden_states, result)
         return result
 
+    def _sample_plain(
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, is_decode: bool
+    ) -> None:
+        """Samples for a step without drafts and beams. `is_decode`: each row has one token, and
+        samples one."""
+        rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
+        last = hidden_states
+        if not is_decode:
+            last = _rows(hidden_states, inputs.query_start[1:][inputs.sampling] - 1)
+        sampling = self._batch.sampling
+        if sampling.unusual:
+            logits = self._model.compute_logits(last)
+            sampled = sample(logits, sampling.select(rows), self._model.kernels.likeliest)
+        else:
+            # Logits need not be computed.
+            sampled = greedy_sample(*self._model.likeliest(last))
+        self._batch.append_tokens(rows, sampled.token_ids)
+        for place, token in zip(inputs.sampling, sampled.token_ids, strict=True):
+            result.token_ids[place].append(token)
+        self._store_others(inputs.plan, result, sampled, inputs.sampling)
+
     def _sample_drafted(
-        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, rows: np.ndarray
+        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult
     ) -> None:
         """Samples for a step in which some rows have drafts or are beams."""
         plan = inputs.plan
         sampling = self._batch.sampling
-        # Logits per row: those after its last token, preceded by those that its drafts are compared
-        # with.
-        num_drafts = inputs.num_drafts - self._accept_forced(inputs, result)
-        counts = num_drafts + 1
-        firsts = counts.cumsum() - counts
-        within = np.arange(firsts[-1] + counts[-1]) + np.repeat(
-            inputs.query_start[1:][inputs.sampling] - counts - firsts, counts
-        )
-        with logits_of_tokens(to_device(within, hidden_states.device)):
-            logits = self._model.compute_logits(_rows(hidden_states, within))
+        for place, drafts in self._accepted.items():
+            result.token_ids[place] = list(drafts)
+        positions = self._positions or self._find_positions(inputs)
+        rows, num_drafts, within, first = positions
+        last = _rows(hidden_states, within)
+        with logits_of_tokens(to_device(within, last.device)):
+            if not sampling.unusual:
+                # Logits need not be computed.
+                sampled = greedy_sample(*self._model.likeliest(last))
+                self._store(plan, result, sampled, inputs.sampling, rows, num_drafts + 1)
+                return
+            logits = self._model.compute_logits(last)
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
-            # Candidates for beams.
             found = top_candidates(
-                _rows(logits, firsts[searching]),
-                sampling.select(rows[searching]),
+                _rows(logits, first[searching]), sampling.select(rows[searching])
             )
             seq_ids = [plan.scheduled[place].seq_id for place in inputs.sampling[searching]]
-            result.candidates = {
-                seq_ids[i]: candidates for i, candidates in found.candidates.items()
-            }
+            result.candidates = {seq_ids[i]: beams for i, beams in found.candidates.items()}
             result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
         going = np.flatnonzero(candidates == 0)
+        # One call for all positions, but for the drafts of rows that step.
+        lengths = positions.lengths(sampling)
+        left = num_drafts + 1 - lengths
         while len(going):
-            # The result is as if each token were sampled in its own step: a row continues while the
-            # draft equals the sampled token.
-            part = _rows(logits, firsts[going])
-            self._draw(plan, result, part, inputs.sampling[going], rows[going])
-            firsts += 1
-            drafted = going[num_drafts[going] > 0]
-            going = np.array(
-                [i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64
+            agrees = self._draw(
+                plan,
+                result,
+                _rows(logits, _runs(first[going], lengths[going])),
+                inputs.sampling[going],
+                rows[going],
+                lengths[going],
+                left[going],
             )
+            going = going[agrees]
+            first = first + 1
+            left -= 1
 
-    @staticmethod
-    def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
-        """Whether a row's last sampled token equals the draft at its position, so that the logits
-        after it are valid."""
-        scheduled = plan.scheduled[place]
-        drawn = result.token_ids[place]
-        return (
-            scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn
-            and scheduled.seq_id not in result.errors
-        )
+    def drafts(self, inputs: StepInputs, result: StepResult) -> None:
+        """Adds the forced tokens to a step's drafts, and cuts drafts that cannot be drawn."""
+        sampling = self._batch.sampling
+        processors = sampling.processors
+        self._certain = {}
+        if processors is not None and processors.names and len(inputs.sampling):
+            users = sampling.users(inputs.rows[inputs.sampling])
+            self._certain = processors.drafts(*users)
+            result.drafts |= self._certain
+            processors.cut(result.drafts, *users)
+
+    # Parts of a draw
 
     def _draw(
         self,
@@ -113,11 +185,23 @@ class RowSampler:
         logits: Tensor,
         places: np.ndarray,
         rows: np.ndarray,
-    ) -> None:
-        """Samples tokens of rows. `places`: their indices in the plan; `rows`: their rows in the
-        persistent batch."""
-        sampled = sample(logits, self._batch.sampling.select(rows), self._model.kernels.likeliest)
-        self._store(plan, result, sampled, places, rows)
+        lengths: np.ndarray,
+        left: np.ndarray,
+    ) -> np.ndarray:
+        """Samples at `lengths` [R] positions of each row. Returns [R] whether a row goes on: it has
+        `left` [R] drafts, and its sample equals the first of them."""
+        sampling = self._batch.sampling
+        selected = _select(sampling, rows, lengths)
+        sampled = sample(logits, selected, self._model.kernels.likeliest)
+        going = left > 0
+        if going.any():
+            history = self._batch.history
+            drafts = history.token_ids[rows[going], history.num_tokens[rows[going]]]
+            going[going] = drafts == np.array(sampled.token_ids)[lengths.cumsum() - 1][going]
+            for index in sampled.errors:
+                going[np.searchsorted(lengths.cumsum(), index, "right")] = False
+        self._store(plan, result, sampled, places, rows, lengths)
+        return going
 
     def _store(
         self,
@@ -126,22 +210,83 @@ class RowSampler:
         sampled: Sampled,
         places: np.ndarray,
         rows: np.ndarray,
+        lengths: np.ndarray,
     ) -> None:
-        """Stores sampled tokens. `places`: indices in the plan; `rows`: rows in the persistent
-        batch."""
-        self._batch.append_tokens(rows, sampled.token_ids)
-        for index, token in zip(places, sampled.token_ids, strict=True):
-            result.token_ids[index].append(token)
+        """Stores the samples of each row up to the first that differs from its draft. `places`:
+        indices in the plan; `rows`: rows in the persistent batch; `lengths`: positions of each."""
+        token_ids = sampled.token_ids
+        ends = lengths.cumsum()
+        last = ends - 1
+        if len(token_ids) > len(rows):
+            last = self._last_valid(sampled, rows, lengths)
+            accepted = last - ends + lengths
+            history = self._batch.history
+            # Accepted drafts are in the history already, and now they count.
+            history.num_tokens[rows] += accepted
+            self._batch.sampling.position[rows] += accepted
+        start = (ends - lengths).tolist()
+        end = (last + 1).tolist()
+        self._batch.append_tokens(rows, [token_ids[i - 1] for i in end])
+        for place, begin, stop in zip(places.tolist(), start, end, strict=True):
+            result.token_ids[place] += token_ids[begin:stop]
+        if len(token_ids) > len(rows):
+            kept = [i for begin, stop in zip(start, end, strict=True) for i in range(begin, stop)]
+            # Errors and states are those of first positions: see `_last_valid`.
+            first = {begin: i for i, begin in enumerate(start)}
+            logprobs = [sampled.logprobs[i] for i in kept] if sampled.logprobs else []
+            sampled = Sampled(
+                token_ids,
+                logprobs,
+                {first[i]: error for i, error in sampled.errors.items() if i in first},
+                {first[i]: state for i, state in sampled.states.items()},
+            )
+            lengths = last - ends + lengths + 1
+            self._store_others(plan, result, sampled, places, lengths)
+        else:
+            self._store_others(plan, result, sampled, places)
+
+    @staticmethod
+    def _store_others(
+        plan: StepPlan,
+        result: StepResult,
+        sampled: Sampled,
+        places: np.ndarray,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        """Stores log probabilities, of `lengths` [R] samples of each row or of one, and errors and
+        states of rows."""
         if sampled.logprobs:
             result.logprobs = result.logprobs or [[] for _ in plan.scheduled]
-            for index, logprobs in zip(places, sampled.logprobs, strict=True):
-                result.logprobs[index] += [] if logprobs is None else [logprobs]
+            of_sample = places if lengths is None else np.repeat(places, lengths)
+            for place, entry in zip(of_sample, sampled.logprobs, strict=True):
+                result.logprobs[place] += [] if entry is None else [entry]
         for i, error in sampled.errors.items():
             result.errors[plan.scheduled[places[i]].seq_id] = error
         for i, state in sampled.states.items():
             result.sampler_state[plan.scheduled[places[i]].seq_id] = state
 
-    def _accept_forced(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
+    def _last_valid(self, sampled: Sampled, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Returns [R] the index of each row's last sample whose drafts are all sampled, too."""
+        history = self._batch.history
+        num_drafts = lengths - 1
+        token_ids = np.array(sampled.token_ids)
+        ends = lengths.cumsum()
+        differs = np.ones(len(token_ids), bool)
+        drafting = np.flatnonzero(num_drafts)
+        drafts = history.drafts(rows[drafting], num_drafts[drafting], fill=-1)
+        is_draft = drafts >= 0
+        verified = _runs((ends - lengths)[drafting], num_drafts[drafting])
+        differs[verified] = token_ids[verified] != drafts[is_draft]
+        for index in sampled.errors:
+            # An error counts only where it is a row's first position. Elsewhere the row ends before
+            # it, and the next step meets it again.
+            is_first = index in (ends - lengths)
+            differs[index if is_first else index - 1] = True
+        stops = np.flatnonzero(differs)
+        found: np.ndarray = stops[np.searchsorted(stops, ends - lengths)]
+        return found
+
+    def _accept_forced(self, inputs: StepInputs) -> np.ndarray:
         """Returns [S] the number of drafts per row that are accepted without sampling, since no
         other token is possible."""
         sampling = self._batch.sampling
@@ -153,14 +298,28 @@ class RowSampler:
             drafts = scheduled.tokens[-scheduled.num_drafts :]
             if (
                 sampling.follows[row]
-                and self.certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts
+                and self._certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts
             ):
                 taken[index] = len(drafts)
-                result.token_ids[place] = drafts
+                self._accepted[int(place)] = drafts
                 # They are in the history already, and now they count.
                 inputs.histories.num_tokens[row] += len(drafts)
                 sampling.position[row] += len(drafts)
         return taken
+
+
+def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenates ranges: `lengths` [R] integers from each of `starts` [R] on."""
+    ends = lengths.cumsum()
+    found: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+    return found
+
+
+def _select(sampling: SamplingBatch, rows: np.ndarray, lengths: np.ndarray) -> SamplingBatch:
+    """Selects `lengths` [R] positions of each row: after its tokens, and after each draft."""
+    if len(rows) == lengths.sum():
+        return sampling.select(rows)
+    return sampling.select(np.repeat(rows, lengths), _runs(np.zeros(len(rows), np.int64), lengths))
 
 
 def _rows(tensor: Tensor, rows: np.ndarray) -> Tensor:

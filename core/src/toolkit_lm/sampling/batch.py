@@ -13,7 +13,7 @@ import numpy as np
 from toolkit_lm.messages import NewSequence, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling.bad_words import BadWords, ForbiddenTextRules
-from toolkit_lm.sampling.processor import ProcessorRow
+from toolkit_lm.sampling.processor import ProcessorRow, Stage
 from toolkit_lm.sampling.processors import ProcessorTable
 
 MIN_TEMPERATURE = 1e-5
@@ -110,13 +110,14 @@ class TokenHistory:
         ends += 1
         self.num_tokens[rows] = ends
 
-    def tokens(self, row: int) -> np.ndarray:
-        """All tokens of a row: a view, [its number of tokens] int32."""
-        return self.token_ids[row, : self.num_tokens[row]]
+    def tokens(self, row: int, num_drafts: int = 0) -> np.ndarray:
+        """All tokens of a row, and its first `num_drafts` drafts: a view, [number of tokens]
+        int32."""
+        return self.token_ids[row, : self.num_tokens[row] + num_drafts]
 
-    def output(self, row: int) -> np.ndarray:
-        """The output tokens of a row: a view."""
-        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+    def output(self, row: int, num_drafts: int = 0) -> np.ndarray:
+        """The output tokens of a row, and its first `num_drafts` drafts: a view."""
+        return self.tokens(row, num_drafts)[self.num_prompt_tokens[row] :]
 
     def padded(self, rows: np.ndarray, *, output_only: bool = False, fill: int) -> np.ndarray:
         """All tokens of `rows`, or their output: [R, longest] int64, left-aligned, padded with
@@ -127,6 +128,13 @@ class TokenHistory:
         return np.where(
             (positions >= starts) & (positions < ends), self.token_ids[rows, : len(positions)], fill
         ).astype(np.int64)
+
+    def drafts(self, rows: np.ndarray, num_drafts: np.ndarray, *, fill: int) -> np.ndarray:
+        """The first `num_drafts` [R] drafts of `rows`: [R, most] int64, padded with `fill`."""
+        within = np.arange(int(num_drafts.max()))
+        places = np.minimum(self.num_tokens[rows][:, None] + within, self.token_ids.shape[1] - 1)
+        is_draft = within < num_drafts[:, None]
+        return np.where(is_draft, self.token_ids[rows[:, None], places], fill).astype(np.int64)
 
 
 class Column(NamedTuple):
@@ -163,6 +171,9 @@ class SamplingBatch:
     min_tokens: np.ndarray = _column(np.int64)
     row: np.ndarray = _column(np.int64)
     """Index of the row in the history."""
+    num_drafts: np.ndarray = _column(np.int64)
+    """Number of drafts after the row's tokens that are taken as drawn: the row is one of several
+    positions of its sequence."""
     seed: np.ndarray = _column(np.uint64)
     key: np.ndarray = _column(np.int64, -1)
     """Id of the sequence, which it keeps for its life."""
@@ -190,6 +201,9 @@ class SamplingBatch:
     """Tokens that must be drawn, by position in the output."""
     rules: np.ndarray = _column(object, _NO_RULES)
     """TokenRules of each row."""
+    steps: np.ndarray = _column(bool)
+    """Whether drafts of the row are verified one after the other: a logits processor keeps state
+    that changes with each draw."""
 
     def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
         """`processors` is the table of plugins' logits processors. None: no request may name
@@ -233,11 +247,10 @@ class SamplingBatch:
         self.forces[row] = bool(seq.inputs.forced_tokens)
         self.forced[row] = seq.inputs.forced_tokens
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        stages = (
-            self.processors.add(self.processor_row(row), seq)
-            if self.processors is not None and seq.inputs.logits_processors
-            else ()
-        )
+        stages: set[Stage] = set()
+        if self.processors is not None and seq.inputs.logits_processors:
+            stages = self.processors.add(self.processor_row(row), seq)
+            self.steps[row] = self.processors.steps(seq.seq_id)
         rules = self._rules_of(seq)
         self.rules[row] = rules
         penalized = (
@@ -282,23 +295,30 @@ class SamplingBatch:
         self.unusual.discard(row)
         self.read_prompts.discard(row)
 
-    def select(self, rows: np.ndarray) -> SamplingBatch:
+    def select(self, rows: np.ndarray, num_drafts: np.ndarray | None = None) -> SamplingBatch:
         """Copies the columns of `rows` [R], in their order: a batch of R rows.
 
-        It is overwritten by the next `select` of this batch. History and processors are shared.
+        `num_drafts` [R]: drafts that are taken as drawn; the same row may come with several
+        numbers. It is overwritten by the next `select` of this batch. History and processors are
+        shared.
         """
-        if self._selection is None:
+        size = len(rows)
+        if self._selection is None or size > self._selection[0].work.shape[1]:
+            self._selection = None
+            capacity = max(size, len(self.history.num_tokens))
             selection = copy(self)
-            num_rows = len(self.history.num_tokens)
-            memory = [(name, column.array(num_rows)) for name, column in COLUMNS.items()]
+            selection.work = np.empty((3, capacity), np.uint64)
+            memory = [(name, column.array(capacity)) for name, column in COLUMNS.items()]
             self._selection = selection, memory
         selection, memory = self._selection
         # Whoever had it before may have taken its processors away.
         selection.processors = self.processors
-        size = len(rows)
         for name, column in memory:
             taken = getattr(self, name).take(rows, out=column[:size], mode="clip")
             setattr(selection, name, taken)
+        if num_drafts is not None:
+            selection.num_drafts += num_drafts
+            selection.position += num_drafts
         return selection
 
     def must_draw(self) -> dict[int, int]:
@@ -314,14 +334,20 @@ class SamplingBatch:
     def processor_row(self, row: int) -> ProcessorRow:
         """A row as logits processors see it."""
         place = int(self.row[row])
-        tokens = self.history.tokens(place)
+        num_drafts = int(self.num_drafts[row])
+        tokens = self.history.tokens(place, num_drafts)
         tokens.flags.writeable = False
         return ProcessorRow(
             int(self.key[row]),
             tokens,
             int(self.history.num_prompt_tokens[place]),
             int(self.seed[row]),
+            num_drafts,
         )
+
+    def output(self, row: int) -> np.ndarray:
+        """The output tokens of a row, and its drafts that are taken as drawn: a view."""
+        return self.history.output(self.row[row], self.num_drafts[row])
 
     def users(self, rows: np.ndarray) -> tuple[list[int], Callable[[int], ProcessorRow]]:
         """The keys of `rows` [R], and what gives one by its index: for logits processors."""

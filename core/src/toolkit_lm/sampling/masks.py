@@ -21,10 +21,7 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
             for row, rules in enumerate(rows.rules)
             if (words := getattr(rules, kind)) is not None
         }
-        forbidden = {
-            row: words.forbidden(rows.history.output(rows.row[row]))
-            for row, words in forbidding.items()
-        }
+        forbidden = {row: words.forbidden(rows.output(row)) for row, words in forbidding.items()}
         _put(logits, forbidden, -torch.inf)
     biased = {row: rules for row, rules in enumerate(rows.rules) if rules.bias is not None}
     if biased:

@@ -32,11 +32,24 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
 
 
 def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
-    """Number of times that each token occurs in the sequence, or in its output: [R, V]."""
+    """Number of times that each token occurs in the sequence, or in its output: [R, V]. Drafts that
+    are taken as drawn count."""
     vocab_size = logits.shape[-1]
-    tokens = to_device(
-        rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size),
-        logits.device,
-    )
-    counts = logits.new_zeros(len(index), vocab_size + 1)
-    return counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :-1]
+    places = rows.row[index]
+    num_drafts = rows.num_drafts[index]
+    most = int(num_drafts.max())
+    # Positions of one sequence have its tokens in common: these are counted once.
+    unique, inverse = np.unique(places, return_inverse=True) if most else (places, None)
+    tokens = rows.history.padded(unique, output_only=output_only, fill=vocab_size)
+    counts = _add_counts(logits.new_zeros(len(unique), vocab_size + 1), tokens)
+    if inverse is not None:
+        counts = counts[to_device(inverse, logits.device)]
+        drafts = rows.history.drafts(places, num_drafts, fill=vocab_size)
+        counts = _add_counts(counts, drafts)
+    return counts[:, :-1]
+
+
+def _add_counts(counts: Tensor, token_ids: np.ndarray) -> Tensor:
+    """Counts tokens [R, N] in counts [R, V + 1], in place."""
+    tokens = to_device(token_ids, counts.device)
+    return counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=counts.dtype))

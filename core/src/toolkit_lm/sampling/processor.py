@@ -29,6 +29,8 @@ class ProcessorRow(NamedTuple):
     call returns."""
     num_prompt_tokens: int
     seed: int
+    num_drafts: int = 0
+    """Number of the last tokens that are drafts. They count as drawn here, but may be rejected."""
 
 
 def uniforms(rows: Sequence[ProcessorRow], stream: int) -> np.ndarray:
@@ -60,6 +62,12 @@ class LogitsProcessor(ABC):
     atomic: ClassVar[bool] = False
     """Whether `apply` works in place, fails only before it has changed a value, and makes no NaN or
     infinity. If so, nothing is copied."""
+
+    verifies_drafts: ClassVar[bool] = False
+    """Whether one call of `apply` and `begin` may have several rows of a sequence: one after its
+    tokens, and one after each of its drafts, in this order. What `apply` does must then follow from
+    a row's arguments, tokens and random numbers alone. False, or with `after_draw`: drafts are
+    verified one after the other, each when the one before it has been drawn."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
@@ -104,3 +112,8 @@ class LogitsProcessor(ABC):
         """Tokens that must follow, asked when a step has drawn: the next one computes them
         together, and draws each as any other."""
         return []
+
+    def num_allowed(self, row: ProcessorRow, drafts: Sequence[int]) -> int:
+        """Number of drafts, from the first, that may be drawn after the row's tokens. Those behind
+        them are dropped before they cost a step anything. Called after `drafts`."""
+        return len(drafts)

@@ -34,6 +34,8 @@ class ProcessorTable:
         """Names of the processors that a sequence uses, by key."""
         self.errors: dict[int, str] = {}
         """Messages of sequences whose processor failed, by key, until the sequence is removed."""
+        self.failed_drafts: set[tuple[int, int]] = set()
+        """Key and number of drafts of the positions that a processor failed for in this draw."""
 
     def add(self, row: ProcessorRow, seq: NewSequence) -> set[Stage]:
         """Registers a sequence that joins the batch. Returns the stages of its processors."""
@@ -44,7 +46,7 @@ class ProcessorTable:
                     self._processors[name] = self._make(name)
                 self._processors[name].add(row, arguments, seq.sampler_state.get(name, {}))
             except Exception as error:
-                self._fail(row.key, name, error)
+                self._fail(row, name, error)
         return {self._processors[name].stage for name in names if name in self._processors}
 
     def _make(self, name: str) -> LogitsProcessor:
@@ -52,6 +54,14 @@ class ProcessorTable:
         if getattr(made, "stage", None) not in get_args(Stage):
             raise PluginError(f"{type(made).__name__}.stage must be one of {get_args(Stage)}.")
         return made
+
+    def steps(self, key: int) -> bool:
+        """Whether drafts of a sequence are verified one after the other."""
+        return any(
+            not processor.verifies_drafts or _listens(processor)
+            for name in self.names[key]
+            if (processor := self._processors.get(name)) is not None
+        )
 
     def remove(self, key: int) -> None:
         """Removes a sequence that leaves the batch."""
@@ -113,6 +123,24 @@ class ProcessorTable:
             if (drafts := processor.drafts(row(index)))
         }
 
+    def cut(
+        self,
+        drafts: dict[int, list[int]],
+        keys: Sequence[int],
+        row: Callable[[int], ProcessorRow],
+    ) -> None:
+        """Cuts drafts, by key, at the first token that a processor does not allow."""
+        for name, processor in self._processors.items():
+            if type(processor).num_allowed is LogitsProcessor.num_allowed:
+                continue
+            for index in self._users(name, keys):
+                if tokens := drafts.get(keys[index]):
+                    try:
+                        # A copy: the list may be the state of whoever drafts.
+                        drafts[keys[index]] = tokens[: processor.num_allowed(row(index), tokens)]
+                    except Exception as error:
+                        self._fail(row(index), name, error)
+
     def _users(self, name: str, keys: Sequence[int]) -> list[int]:
         """Indices of the rows that use a processor and have not failed."""
         return [
@@ -141,9 +169,7 @@ class ProcessorTable:
         random. Returns their new states, by row."""
         states: dict[int, SamplerState] = {}
         listening = {
-            name: processor
-            for name, processor in self._processors.items()
-            if type(processor).after_draw is not LogitsProcessor.after_draw
+            name: processor for name, processor in self._processors.items() if _listens(processor)
         }
         for index, key in enumerate(keys) if listening else ():
             for name in self.names.get(key, ()):
@@ -159,7 +185,7 @@ class ProcessorTable:
                         row(index), token_ids[index], probs.get(index, 1.0)
                     )
                 except Exception as error:
-                    self._fail(key, name, error)
+                    self._fail(row(index), name, error)
                 else:
                     if state is not None:
                         states.setdefault(index, {})[name] = dict(state)
@@ -185,15 +211,19 @@ class ProcessorTable:
         except Exception as error:
             values = values if kept is None else kept
             if len(rows) == 1:
-                self._fail(rows[0].key, name, error)
+                self._fail(rows[0], name, error)
                 return values
         # One of them is the culprit: each by itself.
         return torch.cat(
             [self._apply(name, values[i : i + 1], rows[i : i + 1]) for i in range(len(rows))]
         )
 
-    def _fail(self, key: int, name: str, error: Exception) -> None:
-        self.errors.setdefault(key, self._message(name, error))
+    def _fail(self, row: ProcessorRow, name: str, error: Exception) -> None:
+        if row.num_drafts:
+            # If the drafts are drawn, the next step comes here again without them.
+            self.failed_drafts.add((row.key, row.num_drafts))
+        else:
+            self.errors.setdefault(row.key, self._message(name, error))
 
     def _message(self, name: str, error: Exception) -> str:
         # An invalid request is not a fault of the plugin that reports it.
@@ -202,3 +232,7 @@ class ProcessorTable:
             if type(error) is RequestError
             else self._registry.get(name).owner.failure(error, f"logits processor {name!r}")
         )
+
+
+def _listens(processor: LogitsProcessor) -> bool:
+    return type(processor).after_draw is not LogitsProcessor.after_draw

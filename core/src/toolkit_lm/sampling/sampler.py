@@ -13,7 +13,8 @@ it:
 8. one draw by inverse distribution function, from one uniform number per row.
 
 A row's result is a function of its logits, parameters, tokens and seed (and its processors' state),
-and never of the other rows. On a GPU this holds but for the last bit: a single row is summed up in
+and never of the other rows. Rows may be positions of one sequence: one after its tokens, and one
+after each of its drafts. On a GPU this holds but for the last bit: a single row is summed up in
 another order.
 """
 
@@ -101,6 +102,12 @@ def sample(
         errors |= {
             row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors
         }
+        if processors.failed_drafts:
+            positions = zip(keys, rows.num_drafts.tolist(), strict=True)
+            for row, position in enumerate(positions):
+                if position in processors.failed_drafts:
+                    errors[row] = "a logits processor failed after a draft"
+            processors.failed_drafts.clear()
     if rows.logprobs.max() < 0:
         return Sampled(drawn_ids, [], errors, states)
     if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):

@@ -27,6 +27,7 @@ from toolkit_lm_devkit.sampling import sampling_rows
 NAME = "tested"
 _ROWS = 8
 _DRAWS = 12
+_DRAFTS = 3
 
 
 class LetterRenderer:
@@ -179,6 +180,44 @@ class LogitsProcessorConformance(Conformance):
                 selected.position += 1
             drafted = table.drafts(*users)
             coming = {key: left for key, tokens in coming.items() if (left := tokens[1:])} | drafted
+
+    def test_drafts_are_verified_as_if_each_were_drawn(self, case: Mapping[str, Any]) -> None:
+        """Several positions of each sequence in one draw, if the processor `verifies_drafts`. The
+        last draft of half of the sequences is another token."""
+        cases: list[Mapping[str, Any] | None] = [case] * _ROWS
+        rows = self.rows(cases)
+        assert rows.processors is not None, "it was made with one"
+        listens = self.processor.after_draw is not LogitsProcessor.after_draw
+        steps = listens or not self.processor.verifies_drafts
+        assert rows.steps.tolist() == [steps] * _ROWS
+        if steps:
+            return
+        drawn = []
+        for step in range(_DRAFTS + 1):
+            drawn.append(self.draw(self.logits(step), rows).token_ids)
+            rows.history.append(np.arange(_ROWS), drawn[-1])
+            rows.position += 1
+        for wrong in (False, True):
+            rows = self.rows(cases)
+            for row in range(_ROWS):
+                drafts = [drawn[step][row] for step in range(_DRAFTS)]
+                if wrong and row % 2:
+                    drafts[-1] = (drafts[-1] + 1) % LetterRenderer.vocab_size
+                start = int(rows.history.num_tokens[row])
+                rows.history.put(row, start, drafts, num_drafts=_DRAFTS)
+            positions = np.tile(np.arange(_DRAFTS + 1), _ROWS)
+            selected = rows.select(np.repeat(np.arange(_ROWS), _DRAFTS + 1), positions)
+            logits = torch.stack([self.logits(step) for step in range(_DRAFTS + 1)], dim=1)
+            found = sample(logits.flatten(0, 1), selected)
+            for index, token in enumerate(found.token_ids):
+                row, step = divmod(index, _DRAFTS + 1)
+                if wrong and row % 2 and step == _DRAFTS:
+                    # After the wrong draft: what is drawn or fails there is not kept.
+                    continue
+                assert index not in found.errors, found.errors[index]
+                assert token == drawn[step][row], (
+                    f"after {step} drafts another token is drawn than after as many draws"
+                )
 
     def test_a_sequence_leaves(self, case: Mapping[str, Any]) -> None:
         made = self.processor(VllmConfig.default(), torch.device("cpu"))

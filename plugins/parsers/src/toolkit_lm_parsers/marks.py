@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from threading import Lock
 from typing import NamedTuple
@@ -110,6 +111,12 @@ class ReasoningReader(ReasoningCounter):
         """Nothing is reasoning from here on."""
         self._tail: list[str] = []
         """Texts of the last tokens, in which a mark may have begun."""
+
+    def copy(self) -> ReasoningReader:
+        """At the same place, and independent from then on."""
+        copied = copy(self)
+        copied._tail = [*self._tail]
+        return copied
 
     def push(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

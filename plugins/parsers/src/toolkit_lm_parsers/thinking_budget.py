@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -36,9 +37,18 @@ class SequenceBudget:
     def must_follow(self, row: ProcessorRow) -> list[int]:
         """The tokens that end the reasoning, where it has spent its budget; empty: anything may
         follow."""
-        new = row.token_ids[row.num_prompt_tokens + self._num_read :].tolist()
-        self._num_read += len(new)
-        for token_id in new:
+        end = len(row.token_ids) - row.num_drafts
+        self._read(row.token_ids[row.num_prompt_tokens + self._num_read : end].tolist())
+        if not row.num_drafts:
+            return self._expected()
+        drafted = copy(self)
+        drafted._reader = self._reader.copy()
+        drafted._read(row.token_ids[end:].tolist())
+        return drafted._expected()
+
+    def _read(self, token_ids: list[int]) -> None:
+        self._num_read += len(token_ids)
+        for token_id in token_ids:
             expected = self._expected()
             if expected[:1] == [token_id]:
                 self._left = expected[1:]
@@ -46,7 +56,6 @@ class SequenceBudget:
                 self._left = []
                 self._given_up = self._reader.num_spans
             self._reader.push([token_id])
-        return self._expected()
 
     def _expected(self) -> list[int]:
         if self._left:
@@ -69,6 +78,7 @@ class ThinkingBudget(LogitsProcessor):
 
     stage = "logits"
     atomic = True
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

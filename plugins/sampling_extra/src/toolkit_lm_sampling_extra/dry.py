@@ -32,6 +32,7 @@ class Dry(LogitsProcessor):
     continues a repetition of `length` tokens."""
 
     stage = "logits"
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

@@ -16,6 +16,7 @@ class EpsilonCutoff(LogitsProcessor):
     """Drops the tokens that are less likely than `epsilon`; the likeliest stays."""
 
     stage = "probs"
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

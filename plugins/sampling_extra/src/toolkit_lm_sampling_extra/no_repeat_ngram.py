@@ -17,6 +17,7 @@ class NoRepeatNgram(LogitsProcessor):
     hold already."""
 
     stage = "logits"
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

@@ -17,6 +17,7 @@ class Typical(LogitsProcessor):
     probability `p`, and at least one."""
 
     stage = "probs"
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

@@ -23,6 +23,7 @@ class Xtc(LogitsProcessor):
     Applies to a draw with the chance `probability`."""
 
     stage = "probs"
+    verifies_drafts = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
