@@ -38,6 +38,13 @@ WHOLE = (
     "tests/test_workspace.py",
 )
 """Where the matrices are that find different faults in each of their cells, and so are not cut."""
+INTERPRETED = (
+    "contrib_backends/triton/tests/test_triton_kernels.py::test_keys_that_programs_share",
+    "contrib_backends/triton/tests/test_triton_kernels.py::test_what_a_row_gives_does_not_depend_on_the_rows_beside_it",
+    "contrib_backends/triton/tests/test_triton_kit.py::TestTriton::test_equals_the_formula",
+    "contrib_backends/triton/tests/test_triton_quantized.py::test_products",
+)
+"""Large matrices of the processes in which Triton's interpreter runs, which FILE does not have."""
 
 
 def tables(lines: list[str]) -> str:
@@ -99,11 +106,12 @@ def matrices(lines: list[str]) -> list[str]:
     for line in lines:
         seconds, _, _, name = line.split("\t", 3)
         tests.setdefault(name.partition("[")[0], Counter())[name] += float(seconds)
-    return sorted(
+    large = {
         test
         for test, cases in tests.items()
         if len(cases) >= MATRIX and cases.total() > LARGE and not test.startswith(WHOLE)
-    )
+    }
+    return sorted(large | set(INTERPRETED))
 
 
 if __name__ == "__main__":
