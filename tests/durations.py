@@ -25,9 +25,10 @@ MATRIX = 2
 LARGE = 1.0
 """Seconds of a matrix from which on `make test-all` takes a part of it."""
 WHOLE = (
-    "contrib_backends/executor_mp/tests/test_mp_faults.py",
-    "contrib_backends/executor_mp/tests/test_mp_nodes.py",
+    "contrib_backends/executor_mp/",
     "core/tests/scheduler/",
+    "plugins/server/tests/test_keep_alive.py",
+    "plugins/vendor_apis/tests/test_streams.py",
     "tests/security/",
     "tests/test_commands.py",
     "tests/test_crashes.py",
