@@ -8,6 +8,7 @@ from .checkpoints import (
     write_checkpoint as write_checkpoint,
     write_tokenizer as write_tokenizer,
 )
+from .draft_model import DraftModelConformance as DraftModelConformance
 from .drafter import DrafterConformance as DrafterConformance
 from .encoder_decoder import (
     EncoderDecoderConformance as EncoderDecoderConformance,
