@@ -1,24 +1,21 @@
-"""Speculative decoding with a third party's model (tests/plugins/draft_model): its layers have a KV
-group of their own, and nothing it does changes a token."""
+"""Speculative decoding with a draft model: its layers have a KV group of their own, and nothing it
+does changes a token."""
 
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import PluginWarning, hookimpl
+from toolkit_lm_drafters.draft_model import DraftModelDrafter
 
 FOLDER = Path(__file__).parent / "plugins"
-for plugin in ("draft_model", "threads"):
-    sys.path.insert(0, str(FOLDER / plugin))
-DRAFT = importlib.import_module("draft_model")
+sys.path.insert(0, str(FOLDER / "threads"))
 THREADS = importlib.import_module("toolkit_lm_threads")
 PROMPTS = [[3 + (i * k) % 97 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40))]
 
@@ -44,8 +41,7 @@ def run(
     params,
     prompts=PROMPTS,
     again=1,
-    shares=False,
-    given=(DRAFT, THREADS),
+    given=(THREADS,),
     own=(),
     **options,
 ):
@@ -67,9 +63,8 @@ def run(
             "drafter": "draft_model",
             "plugin_option": [
                 *own,
-                f"draft_model.checkpoint={draft}",
-                "draft_model.drafts=3",
-                f"draft_model.shares_embedding={shares}".lower(),
+                f"drafters.model={draft}",
+                "drafters.num_speculative_tokens=3",
             ],
         }
     )
@@ -121,22 +116,6 @@ def test_a_draft_that_is_the_target_is_always_right(folders, case):
     assert steps.count == 1 + -(-(len(plain[0][0]) - 1) // 4)
 
 
-def test_a_draft_reads_the_targets_embedding(folders, tmp_path):
-    """The target's copy without an embedding of its own is right only if it has the target's."""
-    folder, _ = folders
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
-    tensors["model.embed_tokens.weight"].zero_()
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    given = params(temperature=0)
-    plain, _ = run(folder, None, given, PROMPTS[:1])
-    drafted, without = run(folder, copy, given, PROMPTS[:1])
-    assert drafted == plain
-    drafted, steps = run(folder, copy, given, PROMPTS[:1], shares=True)
-    assert drafted == plain
-    assert steps.count == 1 + -(-(len(plain[0][0]) - 1) // 4) < without.count
-
-
 def test_a_small_model_changes_no_token(folders):
     for fields in ({"temperature": 0}, {"temperature": 0.9, "seed": 4, "n": 3}):
         plain, _ = run(folders[0], None, params(**fields))
@@ -184,9 +163,7 @@ def test_ranks_and_stages(folders, tensor, pipeline):
 
 
 @pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=pytest.mark.slow)])
-def test_ranks_that_are_processes(folders, install, executor):
-    """The drafter is installed, so that they find it."""
-    install("draft_model")
+def test_ranks_that_are_processes(folders, executor):
     options = {"tensor_parallel_size": 2, "executor": executor, "device": "cpu", "given": ()}
     own = [] if executor == "mp" else ["executor_ray.address=local"]
     plain, _ = run(folders[0], None, params(temperature=0), given=())
@@ -205,7 +182,7 @@ def test_at_the_longest_length_nothing_is_drafted(folders):
 
 def test_a_pass_beyond_the_slots_is_refused(folders, monkeypatch):
     """And not written into another sequence's blocks: the tokens stay as they are."""
-    kind = importlib.import_module("draft_model_target").DraftModel
+    kind = DraftModelDrafter
     made = kind.__init__
 
     def without_lookahead(self, *arguments, **named):
@@ -220,7 +197,7 @@ def test_a_pass_beyond_the_slots_is_refused(folders, monkeypatch):
 
 
 def test_a_draw_changes_no_state(folders, monkeypatch):
-    kind = importlib.import_module("draft_model_target").DraftModel
+    kind = DraftModelDrafter
     finish = kind.finish
     seen = []
 

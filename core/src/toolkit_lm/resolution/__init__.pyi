@@ -1,5 +1,6 @@
 from .checkpoint import (
     choose_model as choose_model,
+    find_source as find_source,
     read_checkpoint as read_checkpoint,
     read_json as read_json,
 )

@@ -10,6 +10,9 @@ from toolkit_lm_drafters.requests import DraftParams
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
     drafters.add("ngram", "toolkit_lm_drafters.ngram:NgramDrafter")
     drafters.add("suffix", "toolkit_lm_drafters.suffix:SuffixDrafter")
+    drafters.add("draft_model", "toolkit_lm_drafters.draft_model:DraftModelDrafter")
+    drafters.add("eagle", "toolkit_lm_drafters.eagle:EagleDrafter")
+    drafters.add("mtp", "toolkit_lm_drafters.mtp:MtpDrafter")
 
 
 @hookimpl

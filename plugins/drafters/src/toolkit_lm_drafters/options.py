@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 from toolkit_lm.config import parse_memory
@@ -28,6 +28,14 @@ class Options(Struct, frozen=True, kw_only=True):
     suffix_memory: str = "64MiB"
     """suffix: memory for the outputs of finished requests. "0": drafts come from the request's own
     tokens alone."""
+
+    model: str | None = None
+    """draft_model: the draft model, a folder, a hub id, or a name that a plugin registers. eagle:
+    the head's folder."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """draft_model: its dtype. None: the target's."""
+    quantization: str | None = None
+    """draft_model: its quantization, as the engine's option. None: the checkpoint's own."""
 
     def __post_init__(self) -> None:
         if isinstance(parse_memory(self.suffix_memory), float):
