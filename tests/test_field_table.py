@@ -399,6 +399,7 @@ SAMPLES = {
     "input_extra": [{"text": "x"}],
     "max_tokens": 9,
     "images": ["iVBORw0KGgo="],
+    "adapters": [{"name": "x"}],
 }
 ON_SHAPE = {
     "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo "

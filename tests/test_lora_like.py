@@ -54,7 +54,7 @@ class Watches:
 @pytest.fixture(scope="module")
 def adapters(make_llama, tmp_path_factory):
     """(checkpoint, folder of adapters, what each gives)."""
-    checkpoint, model = make_llama("lora")
+    checkpoint, model = make_llama("like")
     folder = tmp_path_factory.mktemp("adapters")
     expected = {None: reference(model)}
     for seed, (name, layers) in enumerate(LAYERS.items()):
@@ -137,7 +137,7 @@ def options(folder, num_slots=2, adapters=NAMES, **others):
 
 
 def params(name):
-    given = {} if name is None else {"extra_args": {"lora": name}}
+    given = {} if name is None else {"extra_args": {"like": name}}
     return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3, **given)
 
 
@@ -189,7 +189,7 @@ def test_more_adapters_than_slots(llm, adapters):
     found = ask(llm, *names)
     assert [tokens(one) for one in found] == [expected[name].tokens for name in names]
     waits = {one.waited_for for one in EVENTS if isinstance(one, RequestEvent)}
-    assert {"lora: is loading", "lora: no slot"} & waits
+    assert {"like: is loading", "like: no slot"} & waits
     loads = [one for one in EVENTS if isinstance(one, LoadEvent)]
     assert any(one.waiting_by_reason.get("part") for one in loads)
 
@@ -211,11 +211,11 @@ def test_adapters_come_and_go(llm, adapters):
     for name in ("red", "green"):
         # The prefix that it had under its name is another's.
         file.write_bytes((folder / f"{name}.safetensors").read_bytes())
-        assert llm.call_workers("lora.load_adapter", "new", str)
+        assert llm.call_workers("like.load_adapter", "new", str)
         assert tokens(ask(llm, "new")[0]) == expected[name].tokens
-    llm.call_workers("lora.unload_adapter", "new")
+    llm.call_workers("like.unload_adapter", "new")
     with pytest.raises(ToolkitError, match=r"no adapter 'new' is loaded\. Loaded are: blue, green"):
-        llm.call_workers("lora.unload_adapter", "new")
+        llm.call_workers("like.unload_adapter", "new")
     for bad, why in (
         ({"nowhere.lora_A": torch.ones(1, 1)}, "the model has no layer 'nowhere'"),
         (
@@ -225,7 +225,7 @@ def test_adapters_come_and_go(llm, adapters):
     ):
         save_file(bad, file)
         with pytest.raises(ToolkitError, match=why) as raised:
-            llm.call_workers("lora.load_adapter", "new")
+            llm.call_workers("like.load_adapter", "new")
         assert "plugin 'toolkit_lm_lora_like'" in str(raised.value)
         assert tokens(ask(llm, "red")[0]) == expected["red"].tokens
     file.unlink()
@@ -247,16 +247,16 @@ async def test_a_request_waits_until_its_adapter_is_loaded(adapters):
         assert_is(await asked("green"), expected["green"])
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        [digest] = await llm.call_workers("lora.load_adapter", "red", str)
+        [digest] = await llm.call_workers("like.load_adapter", "red", str)
         assert len(digest) == 64
         assert_is(await waiting, expected["red"])
         waits = {one.waited_for for one in EVENTS if isinstance(one, RequestEvent)}
-        assert waits & {"lora: red is not loaded yet", "lora: is loading"}
-        await llm.call_workers("lora.unload_adapter", "red")
+        assert waits & {"like: red is not loaded yet", "like: is loading"}
+        await llm.call_workers("like.unload_adapter", "red")
         # The planner hears of it in the next step.
         assert_is(await asked("green"), expected["green"])
         assert "'red' was unloaded" in (await asked("red")).error
-        await llm.call_workers("lora.load_adapter", "red")
+        await llm.call_workers("like.load_adapter", "red")
         assert_is(await asked("green"), expected["green"])
         assert_is(await asked("red"), expected["red"])
 
@@ -268,7 +268,7 @@ def test_two_ranks_have_a_share_each(adapters):
     with LLM(checkpoint, **given | {"plugins": [LORA, THREADS]}) as llm:
         for name, found in zip(names, ask(llm, *names), strict=True):
             assert_is(found, expected[name])
-        assert len(set(llm.call_workers("lora.load_adapter", "red", str))) == 1
+        assert len(set(llm.call_workers("like.load_adapter", "red", str))) == 1
 
 
 EXECUTORS = ["mp", pytest.param("ray", marks=pytest.mark.nightly)]
@@ -289,7 +289,7 @@ def test_ranks_that_are_processes(adapters, install, executor):
     with LLM(checkpoint, **given | {"plugin_option": own}) as llm:
         for name, found in zip(names, ask(llm, *names), strict=True):
             assert_is(found, expected[name])
-        assert len(set(llm.call_workers("lora.load_adapter", "red", str))) == 1
+        assert len(set(llm.call_workers("like.load_adapter", "red", str))) == 1
         assert_is(ask(llm, "red")[0], expected["red"])
 
 
@@ -323,9 +323,9 @@ def test_one_expert_and_the_head(tmp_path):
 
 
 class TestPart(PartConformance):
-    part = "lora"
+    part = "like"
     plugins = (LORA,)
-    shares = ({"lora": "red"}, {"lora": "green"}, {"lora": "blue"})
+    shares = ({"like": "red"}, {"like": "green"}, {"like": "blue"})
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -340,7 +340,7 @@ class TestPart(PartConformance):
 
 def planted(monkeypatch, half, method, replacement):
     """The kit, whose plugin has a fault."""
-    kind = Plugins.load(extra=[LORA]).parts.load_half("lora", half)
+    kind = Plugins.load(extra=[LORA]).parts.load_half("like", half)
     monkeypatch.setattr(kind, method, replacement)
     return TestPart()
 
@@ -350,7 +350,7 @@ def given_of(adapters):
 
 
 def test_adapters_that_share_prefixes_are_found(adapters, monkeypatch):
-    kind = Plugins.load(extra=[LORA]).parts.load_half("lora", "request")
+    kind = Plugins.load(extra=[LORA]).parts.load_half("like", "request")
     prepare = kind.prepare
     kit = TestPart()
     given = given_of(adapters)
@@ -386,8 +386,8 @@ async def test_adapters_over_http(adapters):
             body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
             body["return_token_ids"] = True
             for name in ("red", "blue"):
-                answer = await client.post("/v1/completions", json={**body, "lora": name})
+                answer = await client.post("/v1/completions", json={**body, "like": name})
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["choices"][0]["token_ids"] == expected[name].tokens
-            answer = await client.post("/v1/completions", json={**body, "lora": "none"})
+            answer = await client.post("/v1/completions", json={**body, "like": "none"})
             assert answer.status_code == 400 and "no adapter 'none'" in answer.text

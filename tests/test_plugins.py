@@ -40,6 +40,7 @@ SHIPPED = [
     "hybrid",
     "llguidance",
     "loaders",
+    "lora",
     "moe",
     "ollama",
     "opentelemetry",

@@ -256,13 +256,15 @@ def _mapping_check(o: Option) -> Check:
 
 
 def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
-    """Check of a list of texts, of token ids or of both. `takes_one`: one text is accepted too."""
+    """Check of a list of texts, of token ids or of both, or of mappings. `takes_one`: one text is
+    accepted too."""
     name = o.name
     most = spec_of(o).max_items
     longest = spec_of(o).max_length
     (item,) = get_args(kind)
-    kinds = get_args(item) or (item,)
-    items = " or ".join({str: "texts", int: "token ids"}[kind] for kind in kinds)
+    kinds = (dict,) if get_origin(item) is dict else get_args(item) or (item,)
+    names = {str: "texts", int: "token ids", dict: "mappings"}
+    items = " or ".join(names[kind] for kind in kinds)
     wanted = f"a text or a list of {items}" if takes_one else f"a list of {items}"
 
     def check(value: Any) -> None:
@@ -270,7 +272,8 @@ def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
         require(isinstance(values, list | tuple), name, wanted, value)
         require(most is None or len(values) <= most, name, f"at most {most} {items}", len(values))
         fits = all(
-            str in kinds if isinstance(value, str) else int in kinds and is_token_id(value)
+            (str in kinds if isinstance(value, str) else int in kinds and is_token_id(value))
+            or (isinstance(value, dict) and dict in kinds)
             for value in values
         )
         require(fits, name, wanted, value)

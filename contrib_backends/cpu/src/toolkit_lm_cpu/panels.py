@@ -228,6 +228,9 @@ class PanelEmbedding(UnquantizedMethod):
         if (layer := self._layer()) is not None and hasattr(layer, "weight"):
             del self.weight, layer.weight
 
+    def dequantized(self) -> Tensor:
+        return super().dequantized() if self.head is None else self.head.dequantized()
+
     def embed(self, ids: Tensor) -> Tensor:
         if self.head is None:
             return super().embed(ids)

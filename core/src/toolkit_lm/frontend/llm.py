@@ -105,12 +105,13 @@ class LLM(PoolingMixin):
         `sampling_params`, `priority` and `cache_salt` apply to all, or there is one per prompt.
         Only requests with the same `cache_salt` share cached prefixes. Raises RequestError for a
         bad prompt, before anything is computed. Calls from several threads run one after another.
-        Other keywords of vLLM's are accepted if they are None.
+        Other keywords of vLLM's are accepted if they are None, or if a plugin's part has them.
         """
-        if none:
-            check_names(self.generate, none)
         many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(many))
+        if none:
+            each, others = self._with_keywords(each, none)
+            check_names(self.generate, others)
         priorities = _each(0 if priority is None else priority, "priority", len(many))
         salts = _each(cache_salt, "cache_salt", len(many))
         prepare = self.engine.processor.prepare
@@ -140,9 +141,10 @@ class LLM(PoolingMixin):
         )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        named = {
-            name: value for name, value in render_options.items() if value not in (None, "auto")
-        }
+        each, named = self._with_keywords(
+            each,
+            {name: value for name, value in render_options.items() if value not in (None, "auto")},
+        )
         salts = _each(cache_salt, "cache_salt", len(conversations))
         try:
             prepared = [
@@ -155,6 +157,26 @@ class LLM(PoolingMixin):
                 check_names(self.chat, {error.param: named[error.param]}, only_near=True)
             raise
         return self._run(prepared, use_tqdm, progress)
+
+    def _with_keywords(
+        self, each: list[SamplingParams], given: Mapping[str, Any]
+    ) -> tuple[list[SamplingParams], dict[str, Any]]:
+        """Adds the keywords of plugins' parts to the parameters of each request. Returns the other
+        keywords, too."""
+        others = {}
+        for name, value in given.items():
+            found = [
+                {} if one is None else self.engine.processor.parts.keyword(name, one)
+                for one in _each(value, name, len(each))
+            ]
+            if None in found:
+                others[name] = value
+                continue
+            each = [
+                params.replace(extra_args={**(params.extra_args or {}), **(own or {})})
+                for params, own in zip(each, found, strict=True)
+            ]
+        return each, others
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -34,6 +34,11 @@ class RequestHalf:
         """
         return None, []
 
+    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
+        """Returns the request parameters that a keyword of `LLM.generate` or `LLM.chat` stands for,
+        by name; None: the half has no such keyword. Raises RequestError."""
+        return None
+
 
 class RequestParts:
     """The front halves of plugins' parts."""
@@ -47,6 +52,11 @@ class RequestParts:
             )
             for entry in plugins.parts.used("request", config)
         }
+
+    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
+        """As `RequestHalf.keyword`, of the first half that has it."""
+        found = (half.keyword(name, value) for half in self.by_name.values())
+        return next((given for given in found if given is not None), None)
 
     def prepare(self, request: EngineRequest) -> None:
         """Adds the parts' data and cache keys to a request. Raises RequestError; if a half has

@@ -56,7 +56,8 @@ class Processor:
         self.renderer = renderer
         self.plugins = plugins
         self._encoder_decoder = load_rules(config, renderer, plugins)
-        self._parts = RequestParts(config, plugins)
+        self.parts = RequestParts(config, plugins)
+        """Front halves of plugins' parts."""
         self._limits: RequestLimits | None = None
         try:
             self.default_params = SamplingParams(**config.sampling_defaults)
@@ -66,7 +67,7 @@ class Processor:
             ) from error
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self.pooling = PoolingProcessor(
-            config, renderer, plugins, self._parts, self._vocab_size, self._message
+            config, renderer, plugins, self.parts, self._vocab_size, self._message
         )
         self._bad_words = BadWordRules(renderer, self._vocab_size)
         self._eos_token_ids = renderer.eos_token_ids
@@ -294,7 +295,7 @@ class Processor:
         if inputs.logits_processors or inputs.model_arguments:
             arguments = {**inputs.logits_processors, **inputs.model_arguments}
             # A part reports errors of its arguments itself.
-            for name in self._parts.by_name:
+            for name in self.parts.by_name:
                 arguments.pop(name, None)
             message.cache_keys += self._keys_of(arguments)
         if features:
@@ -309,8 +310,8 @@ class Processor:
             message.inputs = inputs_by_rules(
                 self._encoder_decoder, message, self._vocab_size, self.plugins
             )
-        if self._parts.by_name:
-            self._parts.prepare(message)
+        if self.parts.by_name:
+            self.parts.prepare(message)
         scope = options.get("stop_scope")
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
 

@@ -14,7 +14,7 @@ class Options(Struct, frozen=True):
     """Has a file NAME.safetensors for each adapter, which may come and go at any time."""
     adapters: tuple[str, ...] = ()
     """Those that are loaded at the start. An app loads others by `call_workers`, by the methods
-    "lora.load_adapter" and "lora.unload_adapter"."""
+    "like.load_adapter" and "like.unload_adapter"."""
     num_slots: int = 2
     """Adapters that a step may have rows of."""
 
@@ -22,18 +22,18 @@ class Options(Struct, frozen=True):
 class LoraParams(ProcessorParams):
     """Request parameters of the adapter."""
 
-    lora: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
+    like: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
 
 
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
-    processors.add("lora", None, params=LoraParams)
+    processors.add("like", None, params=LoraParams)
 
 
 @hookimpl
 def toolkit_register_parts(parts: PartRegistry) -> None:
     parts.add(
-        "lora",
+        "like",
         request="toolkit_lm_lora_like.front:LoraRequests",
         planner="toolkit_lm_lora_like.planner:LoraPlanner",
         worker="toolkit_lm_lora_like.worker:LoraPart",

@@ -23,12 +23,12 @@ class LoraRequests(RequestHalf):
     def prepare(
         self, request: EngineRequest, given: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
-        name = given.get("lora")
+        name = given.get("like")
         if name is None:
             return None, []
         names = sorted(path.stem for path in self.folder.glob("*.safetensors"))
         if name not in names:
             there = ", ".join(names) or "none"
-            raise RequestError(f"there is no adapter {name!r}. There are: {there}.", "lora")
+            raise RequestError(f"there is no adapter {name!r}. There are: {there}.", "like")
         digest = hashlib.sha256((self.folder / f"{name}.safetensors").read_bytes()).hexdigest()
         return Raw(msgpack.encode((name, digest))), [CacheKey(0, 1, f"lora {digest}")]

@@ -35,7 +35,7 @@ class LoraPlanner(Planner):
         self.update(facts)
 
     def may_begin(self, request: Request, tokens: TokenRange) -> str | None:
-        if (raw := request.inputs.parts.get("lora")) is None:
+        if (raw := request.inputs.parts.get("like")) is None:
             return None
         name, digest = msgpack.decode(raw)
         if digest in self.gone:
@@ -63,7 +63,7 @@ class LoraPlanner(Planner):
         return self.slots.pop(unused[0])
 
     def begin(self, plan: StepPlan, request: Request) -> None:
-        if (raw := request.inputs.parts.get("lora")) is not None:
+        if (raw := request.inputs.parts.get("like")) is not None:
             _, digest = msgpack.decode(raw)
             self.users[request.request_id] = digest
             self.waiting.discard(request.request_id)

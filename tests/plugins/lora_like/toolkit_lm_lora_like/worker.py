@@ -30,7 +30,7 @@ class LoraPart(StepPart):
     for the layers that it changes, by the checkpoint's names: parts of a fused one, the head, an
     expert's projection."""
 
-    buffers = {"lora_slots": ("token", torch.int64)}
+    buffers = {"like_slots": ("token", torch.int64)}
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
         super().__init__(*arguments, **given)
@@ -134,7 +134,7 @@ class LoraPart(StepPart):
         return Raw(msgpack.encode({"available": list(self._adapters), "loaded": []}))
 
     def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
-        told = plan.parts.get("lora")
+        told = plan.parts.get("like")
         if told is None:
             return self._news() if self._has_news else None
         loaded = []
@@ -149,7 +149,7 @@ class LoraPart(StepPart):
         return Raw(msgpack.encode({"available": list(self._adapters), "loaded": loaded}))
 
     def add(self, seq: NewSequence) -> None:
-        if (share := seq.inputs.parts.get("lora")) is not None:
+        if (share := seq.inputs.parts.get("like")) is not None:
             self._digests[seq.seq_id] = msgpack.decode(share)[1]
 
     def remove(self, seq_id: int) -> None:
@@ -163,7 +163,7 @@ class LoraPart(StepPart):
             ],
             np.int64,
         )
-        buffers["lora_slots"][:] = np.repeat(of_rows, inputs.num_tokens)
+        buffers["like_slots"][:] = np.repeat(of_rows, inputs.num_tokens)
         self.used = sorted({*of_rows.tolist()} - {0})
         lasts = inputs.query_start[1:][inputs.sampling] - 1
         self._sampled = torch.from_numpy(lasts.astype(np.int64)).to(self.device)
@@ -171,8 +171,8 @@ class LoraPart(StepPart):
     def slots_of(self, rows: Rows | Tensor, count: int) -> Tensor:
         """[count] the slot of each row that a layer is given; 0: none."""
         if rows is Rows.FLAT:
-            return slots("lora_slots")[:count]
-        return slots("lora_slots")[self._sampled if rows is Rows.SAMPLED else rows]
+            return slots("like_slots")[:count]
+        return slots("like_slots")[self._sampled if rows is Rows.SAMPLED else rows]
 
     def deltas(self, slot: int, layer: str) -> list[Delta]:
         """What an adapter changes in a layer."""

@@ -1,0 +1,105 @@
+"""Finds the layer that a tensor of an adapter belongs to. PEFT names modules as transformers does,
+which may be neither the checkpoint's names nor the model's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from toolkit_lm.model import Absent, LinearBase
+from torch import nn
+
+
+class Place(NamedTuple):
+    """A weight of a layer."""
+
+    layer: LinearBase
+    part: int | None
+    """Index of the output part that it is; None: the weight of the whole layer."""
+
+
+class Names:
+    """Layers of this rank's model by the names that adapters may give them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        self._places: dict[str, Place] = {}
+        self.modules: dict[str, nn.Module] = {}
+        """Modules with parameters of their own that are no linear layers, by their names: norms,
+        heads."""
+        self._absent = [path for path, module in modules.items() if isinstance(module, Absent)]
+        self.experts: dict[str, dict[int, list[LinearBase]]] = {}
+        """Layers of each expert of a module, by its name: gate and up, then down."""
+        for path, module in modules.items():
+            if isinstance(module, LinearBase):
+                self._add(path, module)
+            elif next(module.parameters(recurse=False), None) is not None:
+                self.modules[path] = module
+        self._by_tail: dict[tuple[str, str], set[str]] = {}
+        for name in [*self._places, *self.experts, *self.modules]:
+            self._by_tail.setdefault(_tail(name), set()).add(name)
+
+    def _add(self, path: str, layer: LinearBase) -> None:
+        sources = layer.spec.sources
+        found = re.match(r"(.*)\.(\d+)\.[^.]+$", layer.prefix)
+        if layer.spec.kind == "experts" and found is not None:
+            of = self.experts.setdefault(found[1], {}).setdefault(int(found[2]), [])
+            of.insert(0 if len(layer.spec.outputs) > 1 else len(of), layer)
+        names = {path: None, layer.prefix: None}
+        if len(sources) == 1:
+            names[sources[0]] = None
+        else:
+            parent = layer.prefix.rpartition(".")[0]
+            for part, source in enumerate(sources):
+                last = source.rpartition(".")[2]
+                for name in (source, f"{parent}.{last}" if parent else last):
+                    self._places.setdefault(name, Place(layer, part))
+        for name in names:
+            self._places.setdefault(name, Place(layer, None))
+
+    def place(self, name: str) -> Place | None:
+        """The place of a module of that name; None: there is none here."""
+        known = self._known(name, self._places)
+        return None if known is None else self._places[known]
+
+    def experts_of(self, name: str) -> dict[int, list[LinearBase]] | None:
+        """The experts of a module of that name, as far as this rank holds them."""
+        known = self._known(name, self.experts)
+        return None if known is None else self.experts[known]
+
+    def module(self, name: str) -> nn.Module | None:
+        """The module of that name that is no linear layer."""
+        known = self._known(name, self.modules)
+        return None if known is None else self.modules[known]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another rank may have the module of that name."""
+        dotted = f".{name}."
+        return any(f".{'.'.join(path.split('.')[-2:])}." in dotted for path in self._absent)
+
+    def linear(self) -> Iterable[str]:
+        """Names of all linear layers' weights."""
+        return self._places
+
+    def _known(self, name: str, among: Iterable[str]) -> str | None:
+        if name in among:
+            return name
+        # The model's own base class has no "model." or "bert." before its names.
+        longer = [one for one in among if one.endswith(f".{name}") or name.endswith(f".{one}")]
+        if len({*longer}) == 1:
+            return longer[0]
+        # Checkpoints and transformers have different names for the module around experts.
+        alike = [
+            one
+            for one in self._by_tail.get(_tail(name), ())
+            if one in among
+            and (one in self.experts or f"{one.rpartition('.')[0]}.experts" in self.experts)
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+
+def _tail(name: str) -> tuple[str, str]:
+    """What names of one module have in common: up to the layer's number, and the last part."""
+    head = re.match(r".*?\.\d+\.", name)
+    return (head[0] if head else "", name.rpartition(".")[2]) if head else ("", name)

@@ -1,0 +1,34 @@
+"""What the halves of the part tell one another, as msgpack."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Use(Struct, array_like=True, frozen=True):
+    """An adapter of a request."""
+
+    digest: str
+    scale: float
+    name: str
+    path: str
+
+
+class Order(Struct, array_like=True):
+    """From the planner to the workers."""
+
+    load: list[tuple[str, str]]
+    """(digest, path) of adapters to read, off the step's path."""
+    activate: list[str]
+    """Digests of adapters that rows may have from this step on."""
+    deactivate: list[str]
+    """Digests of adapters that no row has any more: they may be dropped."""
+
+
+class Report(Struct, array_like=True):
+    """From the last stage's first worker to the planner: all that it has."""
+
+    held: list[str]
+    """Digests of the adapters that are in memory."""
+    failed: dict[str, str]
+    """By digest, why an adapter could not be read."""

@@ -1,0 +1,384 @@
+"""Cuts the tensors of an adapter to this rank's share of the layers that they change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.model import LinearBase, LinearMethod, Shard
+from torch import Tensor, nn
+
+from toolkit_lm_lora.files import WEIGHTS, AdapterFolder
+from toolkit_lm_lora.joining import Dora, Joining, Part, of_inputs, of_outputs, span
+from toolkit_lm_lora.method import Change
+from toolkit_lm_lora.names import Names, Place
+
+_PREFIX = "base_model.model."
+_SUFFIXES = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_B.bias",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+    "token_adapter.trainable_tokens_delta",
+    "base_layer.weight",
+    "base_layer.bias",
+    "weight",
+    "bias",
+)
+_SUFFIX = re.compile(rf"(.*?)\.({'|'.join(map(re.escape, _SUFFIXES))})")
+
+
+@dataclass
+class Adapter:
+    """An adapter's share on this rank."""
+
+    digest: str
+    changes: dict[str, Change]
+    """By the prefix of a linear layer."""
+    modules: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """By the path of another module, its parameters in the place of the model's."""
+    dora: dict[str, Dora] = field(default_factory=dict)
+    """By the prefix of a layer with DoRA, until it is first used."""
+
+    @property
+    def num_bytes(self) -> int:
+        own = sum(one.num_bytes for one in self.changes.values())
+        return own + sum(t.nbytes for each in self.modules.values() for t in each.values())
+
+
+class Reader:
+    """Reads adapters for one rank's model."""
+
+    def __init__(self, model: nn.Module, names: Names, *, is_first: bool) -> None:
+        """`is_first`: this rank adds what ranks that are summed up must add once."""
+        self._model = model
+        self._names = names
+        self._is_first = is_first
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        # Layers are wrapped and unwrapped by steps, and an adapter is read meanwhile.
+        self._methods = {
+            module.prefix: module.method
+            for module in model.modules()
+            if isinstance(module, LinearBase)
+        }
+
+    def read(self, folder: AdapterFolder, max_rank: int) -> Adapter:
+        """Raises CheckpointError for an adapter that does not fit the model, UnsupportedError for
+        one that cannot be run."""
+        if folder.rank > max_rank:
+            raise UnsupportedError(
+                f"adapter {str(folder.path)!r} has rank {folder.rank}, and the option max_rank of "
+                f"the plugin lora is {max_rank}."
+            )
+        return _Reading(
+            self._model, self._names, self._paths, self._methods, folder, self._is_first
+        ).read()
+
+
+class _Reading:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Names,
+        paths: Mapping[int, str],
+        methods: Mapping[str, LinearMethod],
+        folder: AdapterFolder,
+        is_first: bool,
+    ) -> None:
+        self._model: Any = model
+        self._names = names
+        self._paths = paths
+        self._methods = methods
+        self._folder = folder
+        self._config = folder.config
+        self._is_first = is_first
+        self._of_modules: dict[str, dict[str, str]] = {}
+        """By module and suffix, names of tensors."""
+        self._parts: dict[str, dict[int | None, Part]] = {}
+        """By layer and part."""
+        self._layers: dict[str, LinearBase] = {}
+        self._tokens: dict[str, tuple[Tensor, Tensor]] = {}
+        self.adapter = Adapter(folder.digest, {})
+
+    def read(self) -> Adapter:
+        for name in self._folder.tensors:
+            found = _SUFFIX.fullmatch(name.removeprefix(_PREFIX))
+            if found is None:
+                raise self._error(name, "no tensor of LoRA has such a name")
+            self._of_modules.setdefault(found[1], {})[found[2]] = name
+        with safe_open(self._folder.path / WEIGHTS, framework="pt") as file:
+            self._get: Callable[[str], Tensor] = file.get_tensor
+            for module, tensors in self._of_modules.items():
+                self._module(module, tensors)
+        self._check_complete()
+        for prefix, parts in self._parts.items():
+            layer = self._layers[prefix]
+            joining = Joining(layer, parts, self._model.kernels, self._tokens.get(prefix))
+            self.adapter.changes[prefix] = joining.change()
+            if joining.has_magnitudes:
+                weight = self._weight(layer, prefix)
+                self.adapter.dora[prefix] = joining.dora(weight, self._folder.path / WEIGHTS)
+        return self.adapter
+
+    def _error(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder.path / WEIGHTS}: tensor {name!r}: {why}.")
+
+    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
+        if tuple(tensor.shape) != shape:
+            raise self._error(
+                name, f"its shape is {list(tensor.shape)}, but {what} needs {list(shape)}"
+            )
+
+    def _check_complete(self) -> None:
+        adapted = {
+            (place.layer.prefix, place.part)
+            for module in self._of_modules
+            if (place := self._names.place(module.removesuffix(".base_layer"))) is not None
+        }
+        for name in self._names.linear():
+            place = self._names.place(name)
+            assert place is not None
+            spec = place.layer.spec
+            fused = place.part is None and len(spec.sources) > 1
+            if spec.kind == "experts" or fused or not self._config.targets(name):
+                continue
+            if (place.layer.prefix, place.part) not in adapted:
+                raise CheckpointError(
+                    f"{self._folder.path / WEIGHTS}: target_modules has the module {name!r}, and "
+                    f"there is no tensor {_PREFIX}{name}.lora_A.weight."
+                )
+
+    def _module(self, module: str, tensors: dict[str, str]) -> None:
+        names = self._names
+        if self._config.target_parameters is not None or self._has_experts(module):
+            bare = module.removesuffix(".base_layer")
+            if (experts := names.experts_of(bare)) is not None:
+                self._experts(module, tensors, experts, down=bare == module)
+                return
+        if (place := names.place(module)) is not None:
+            self._layer(module, tensors, place)
+        elif (other := names.module(module)) is not None:
+            self._replaced(module, tensors, other)
+        elif not names.is_elsewhere(module):
+            raise self._error(
+                next(iter(tensors.values())),
+                f"the model has no module {module!r}. The adapter was made for "
+                f"{self._config.base_model_name_or_path or 'another model'}",
+            )
+
+    def _has_experts(self, module: str) -> bool:
+        return self._names.place(module) is None and ".experts" in module
+
+    def _layer(self, module: str, tensors: dict[str, str], place: Place) -> None:
+        layer, part = place
+        spec = layer.spec
+        self._layers[layer.prefix] = layer
+        ours = self._parts.setdefault(layer.prefix, {}).setdefault(part, Part())
+        full = [spec.outputs[part]] if part is not None else [*spec.outputs]
+        outputs = sum(shard.full for shard in full)
+        get = self._get
+        is_embedding = spec.kind == "embedding"
+        self._pairs(module, tensors, place, ours)
+        scaling = self._config.scaling(module)
+        if (name := tensors.get("lora_B.bias")) is not None:
+            shift = self._vector(name, outputs, module, full) * scaling
+            ours.shift = self._once(shift, layer)
+        for suffix in ("bias", "base_layer.bias"):
+            if (name := tensors.get(suffix)) is not None:
+                shift = self._vector(name, outputs, module, full)
+                if layer.bias is None:
+                    raise self._error(name, f"{module!r} has no bias")
+                shift = shift - layer.bias.detach().float()[span(layer, part)]
+                shift = self._once(shift, layer)
+                ours.shift = shift if ours.shift is None else ours.shift + shift
+        if (name := tensors.get("lora_magnitude_vector")) is not None:
+            if is_embedding:
+                raise UnsupportedError(f"{self._folder.path}: DoRA of the embedding {module!r}.")
+            ours.magnitude = self._vector(name, outputs, module, full)
+        if (name := tensors.get("base_layer.weight")) is not None:
+            self._same(name, module, outputs, layer, part, full)
+        if (name := tensors.get("weight")) is not None:
+            if part is not None or not self._config.modules_to_save:
+                raise self._error(name, "modules_to_save does not have it, or not the whole layer")
+            weight = get(name)
+            self._expect(name, weight, (outputs, spec.inputs.full), module)
+            ours.weight = of_inputs(of_outputs(weight, full), layer)
+        if (name := tensors.get("token_adapter.trainable_tokens_delta")) is not None:
+            self._trained_tokens(name, module, layer)
+
+    def _pairs(self, module: str, tensors: dict[str, str], place: Place, ours: Part) -> None:
+        """A and B of a layer or an embedding."""
+        layer, part = place
+        spec = layer.spec
+        full = [spec.outputs[part]] if part is not None else [*spec.outputs]
+        outputs = sum(shard.full for shard in full)
+        get = self._get
+        is_embedding = spec.kind == "embedding"
+        pairs = ("lora_embedding_A", "lora_embedding_B"), ("lora_A.weight", "lora_B.weight")
+        for low_name, high_name in pairs:
+            names = [tensors.get(low_name), tensors.get(high_name)]
+            if names == [None, None]:
+                continue
+            if None in names:
+                missing = low_name if names[0] is None else high_name
+                raise self._error(names[0] or names[1] or "", f"{module}.{missing} is missing")
+            of_low, of_high = (name for name in names if name is not None)
+            low, high = get(of_low), get(of_high)
+            rank = self._config.rank(module)
+            if low_name == "lora_embedding_A":
+                if not is_embedding:
+                    raise self._error(of_low, f"{module!r} is no embedding")
+                vocab, size = outputs, spec.inputs.full
+                self._expect(of_low, low, (rank, vocab), f"rank {rank} of {module}")
+                self._expect(of_high, high, (size, rank), f"rank {rank} of {module}")
+                ours.low = of_outputs(low.T, full)
+                ours.high = high * self._config.scaling(module)
+                continue
+            if is_embedding:
+                raise self._error(of_low, f"{module!r} is an embedding")
+            inputs = spec.inputs.full
+            self._expect(of_low, low, (rank, inputs), f"rank {rank} of {module}")
+            self._expect(of_high, high, (outputs, rank), f"rank {rank} of {module}")
+            ours.low = of_inputs(low, layer)
+            ours.high = of_outputs(high.float() * self._config.scaling(module), full)
+
+    def _vector(self, name: str, outputs: int, module: str, full: Sequence[Shard]) -> Tensor:
+        tensor = self._get(name).float()
+        self._expect(name, tensor, (outputs,), module)
+        return of_outputs(tensor, full)
+
+    def _same(
+        self,
+        name: str,
+        module: str,
+        outputs: int,
+        layer: LinearBase,
+        part: int | None,
+        full: Sequence[Shard],
+    ) -> None:
+        """Checks that a copy of the model's own weight is the model's."""
+        weight = self._get(name)
+        self._expect(name, weight, (outputs, layer.spec.inputs.full), module)
+        own = self._weight(layer, module)
+        mine = own[span(layer, part)]
+        copy = of_inputs(of_outputs(weight, full), layer).to(mine.dtype)
+        if len(full) == 1:
+            # A vocabulary is padded.
+            there = max(0, full[0].full - full[0].start)
+            mine, copy = mine[:there], copy[:there]
+        if not torch.equal(mine, copy.to(mine.device)):
+            raise self._error(
+                name, "it is another weight than the model's: the adapter fits another base"
+            )
+
+    def _weight(self, layer: LinearBase, module: str) -> Tensor:
+        try:
+            return self._methods[layer.prefix].dequantized()
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"{self._folder.path}: {module!r} needs the layer's own weight: {error}."
+            ) from error
+
+    def _trained_tokens(self, name: str, module: str, layer: LinearBase) -> None:
+        wanted = self._config.trainable_token_indices
+        indices = wanted if isinstance(wanted, list) else None
+        if isinstance(wanted, dict):
+            indices = next(
+                (
+                    those
+                    for key, those in wanted.items()
+                    if module == key or module.endswith(f".{key}")
+                ),
+                None,
+            )
+        if indices is None:
+            raise self._error(name, "trainable_token_indices does not have its module")
+        size = layer.spec.inputs.full
+        rows = self._get(name)
+        self._expect(name, rows, (len(indices), size), f"{len(indices)} trained tokens")
+        [shard] = layer.spec.outputs
+        if not all(0 <= one < shard.full for one in indices):
+            raise self._error(name, f"a token is not in the vocabulary of {shard.full}")
+        at = torch.tensor(indices, dtype=torch.int64)
+        self._tokens[layer.prefix] = at, rows
+        for one in self._model.modules():
+            # A tied head has the same rows.
+            if isinstance(one, LinearBase) and one.spec.tied_to is not None:
+                self._layers[one.prefix] = one
+                self._parts.setdefault(one.prefix, {}).setdefault(None, Part())
+                self._tokens[one.prefix] = at, rows
+
+    def _replaced(self, module: str, tensors: dict[str, str], other: nn.Module) -> None:
+        """Parameters of a module that is no linear layer."""
+        parameters = dict(other.named_parameters(recurse=False))
+        wanted = self._config.modules_to_save or self._config.bias == "all"
+        for suffix, name in tensors.items():
+            if suffix == "base_layer.weight" or (suffix == "weight" and not wanted):
+                continue
+            if (own := parameters.get(suffix)) is None or not wanted:
+                raise self._error(name, f"{module!r} has no such parameter, or is not adapted")
+            tensor = self._get(name)
+            self._expect(name, tensor, tuple(own.shape), module)
+            path = self._paths[id(other)]
+            mine = tensor.to(own.device, own.dtype)
+            if not torch.equal(mine, own.detach()):
+                self.adapter.modules.setdefault(path, {})[suffix] = mine
+
+    def _experts(
+        self,
+        module: str,
+        tensors: dict[str, str],
+        experts: Mapping[int, list[LinearBase]],
+        *,
+        down: bool,
+    ) -> None:
+        """A of all experts [E * rank, inputs] and B [outputs, rank * E], as PEFT has them for a
+        parameter of three dimensions."""
+        if unknown := tensors.keys() - {"lora_A.weight", "lora_B.weight"}:
+            raise self._error(
+                tensors[min(unknown)], "of experts only lora_A and lora_B are supported"
+            )
+        if len(tensors) < 2:
+            raise self._error(next(iter(tensors.values())), "lora_A or lora_B is missing")
+        of_low, of_high = tensors["lora_A.weight"], tensors["lora_B.weight"]
+        low, high = self._get(of_low), self._get(of_high)
+        first = next(iter(experts.values()))
+        parent = self._model.get_submodule(first[0].prefix.rsplit(".", 2)[0])
+        count = sum(name.isdigit() for name, _ in parent.named_children())
+        if getattr(parent, "unit", None) is not None:
+            raise UnsupportedError(
+                f"{self._folder.path}: experts of {module!r}, whose gate is of another kind."
+            )
+        parameter = module.removesuffix(".base_layer")
+        parameter += ".down_proj" if down else ".gate_up_proj"
+        rank, left = divmod(len(low), count)
+        known = {self._config.rank(parameter), self._config.rank(module)}
+        if left or rank not in known:
+            raise self._error(
+                of_low, f"it has {len(low)} rows, not rank {min(known)} times {count} experts"
+            )
+        scaling = self._config.scaling(parameter)
+        inputs = first[1 if down else 0].spec.inputs.full
+        outputs = sum(one.full for one in first[1 if down else 0].spec.outputs)
+        self._expect(of_low, low, (rank * count, inputs), module)
+        self._expect(of_high, high, (outputs, rank * count), module)
+        lows = low.view(count, rank, inputs)
+        highs = high.float().reshape(outputs, rank, count) * scaling
+        for index, layers in experts.items():
+            layer = layers[1 if down else 0]
+            self._layers[layer.prefix] = layer
+            ours = self._parts.setdefault(layer.prefix, {}).setdefault(None, Part())
+            ours.low = of_inputs(lows[index], layer)
+            ours.high = of_outputs(highs[:, :, index], [*layer.spec.outputs])
+
+    def _once(self, shift: Tensor, layer: LinearBase) -> Tensor:
+        """Ranks that have a share of the inputs are summed up: one of them adds the shift."""
+        inputs = layer.spec.inputs
+        return shift if inputs.size == inputs.full or self._is_first else torch.zeros_like(shift)

@@ -1,0 +1,284 @@
+"""On each worker: the adapters in its memory, and whose rows are whose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import Raw, msgpack
+from toolkit_lm.distributed import tensor_parallel_group
+from toolkit_lm.errors import CheckpointError, ToolkitError
+from toolkit_lm.messages import NewSequence, StepPlan
+from toolkit_lm.model import LinearBase, Rows
+from toolkit_lm.step import StepInputs, StepPart, StepRun
+from torch import Tensor
+
+from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.method import Group, LoraEmbedding, LoraMethod, Product
+from toolkit_lm_lora.modules import Replacement
+from toolkit_lm_lora.names import Names
+from toolkit_lm_lora.share import Order, Report, Use
+from toolkit_lm_lora.weights import Adapter, Reader
+
+logger = logging.getLogger(__name__)
+Key = tuple[str, float]
+"""An adapter's digest, and its scale."""
+
+
+class LoraPart(StepPart):
+    """Wraps the layers that adapters change, in the steps that have rows of them."""
+
+    buffers = {"lora_kinds": ("token", torch.int64)}
+    """For each token, which adapters its row has; 0: none."""
+
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **given)
+        names = Names(self.model)
+        parallel = self.config.parallel
+        self._group = tensor_parallel_group(parallel)
+        self._reader = Reader(self.model, names, is_first=parallel.tensor_parallel_rank == 0)
+        self._layers = {
+            one.prefix: one for one in self.model.modules() if isinstance(one, LinearBase)
+        }
+        self._pool = ThreadPoolExecutor(1, "lora")
+        self._loading: dict[str, Future[Adapter]] = {}
+        self._held: dict[str, Adapter] = {}
+        """By digest, the longest unused first."""
+        self._failed: dict[str, str] = {}
+        self._active: dict[str, Adapter] = {}
+        """Those that rows may have."""
+        self._told: Report | None = None
+        self._uses: dict[int, tuple[Key, ...]] = {}
+        """By sequence."""
+        self._methods: dict[str, tuple[Any, LoraMethod]] = {}
+        """By layer, the method without adapters, and with them."""
+        self._modules: dict[str, Replacement] = {}
+        self._wrapped: set[str] = set()
+        """Layers and modules that are changed at the moment."""
+        self._of_tokens = torch.zeros(0, dtype=torch.int64)
+        self._step: list[_StepGroup] = []
+        self._num_tokens = 0
+        self._num_sampled = 0
+
+    def facts(self) -> Raw:
+        return Raw(msgpack.encode(Report([], {})))
+
+    # Memory
+
+    def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
+        told = plan.parts.get("lora")
+        if told is not None:
+            order = msgpack.decode(told, type=Order)
+            for digest in order.deactivate:
+                self._active.pop(digest, None)
+            for digest, path in order.load:
+                if digest not in self._held and digest not in self._loading:
+                    self._failed.pop(digest, None)
+                    self._loading[digest] = self._pool.submit(self._read, digest, path)
+        else:
+            order = Order([], [], [])
+        self._collect()
+        for digest in order.activate:
+            self._activate(digest)
+        self._evict()
+        report = Report([*self._held], self._failed)
+        if told is None and report == self._told:
+            return None
+        self._told = Report([*report.held], dict(report.failed))
+        return Raw(msgpack.encode(report))
+
+    def _read(self, digest: str, path: str) -> Adapter:
+        folder = AdapterFolder(path)
+        if folder.digest != digest:
+            raise CheckpointError(
+                f"adapter {path!r}: its files have changed since it was registered. Load it anew."
+            )
+        return self._reader.read(folder, self.options.max_rank)
+
+    def _collect(self, wait_for: str | None = None) -> None:
+        """Takes what has been read, and waits for one adapter."""
+        for digest, future in [*self._loading.items()]:
+            if not future.done() and digest != wait_for:
+                continue
+            del self._loading[digest]
+            try:
+                self._held[digest] = future.result()
+            except (ToolkitError, OSError) as error:
+                self._failed[digest] = str(error)
+            except Exception as error:
+                logger.exception("an adapter could not be read")
+                self._failed[digest] = f"{type(error).__name__}: {error}"
+
+    def _activate(self, digest: str) -> None:
+        """Makes an adapter ready for rows, on all ranks in the same step. Raises ToolkitError where
+        this rank could not read it."""
+        self._collect(digest)
+        if digest not in self._held:
+            why = self._failed.get(digest, "it is not in memory")
+            raise ToolkitError(f"an adapter cannot be run on this rank: {why}")
+        adapter = self._held[digest] = self._held.pop(digest)
+        for prefix, (magnitude, squares, high) in adapter.dora.items():
+            spec = self._layers[prefix].spec
+            if spec.inputs.size < spec.inputs.full:
+                squares = self._group.all_reduce(squares.to(self.device)).cpu()
+            factor = torch.where(magnitude < 0, 1.0, magnitude / squares.sqrt())
+            change = adapter.changes[prefix]
+            scaled = (high * factor[change.where].unsqueeze(1)).to(self.device, spec.dtype)
+            adapter.changes[prefix] = change._replace(
+                high=Product(self.model.kernels, scaled),
+                magnitude=factor.to(self.device, spec.dtype),
+            )
+        adapter.dora.clear()
+        self._active[digest] = adapter
+
+    def _evict(self) -> None:
+        """Drops adapters that no row has, the longest unused first, until they fit the budget."""
+        budget = int(self.options.host_gib * 2**30)
+        used = sum(one.num_bytes for one in self._held.values())
+        for digest in [*self._held]:
+            if used <= budget and len(self._held) <= self.options.max_host_adapters:
+                return
+            if digest not in self._active:
+                used -= self._held.pop(digest).num_bytes
+
+    # Rows
+
+    def add(self, seq: NewSequence) -> None:
+        if (share := seq.inputs.parts.get("lora")) is not None:
+            uses = msgpack.decode(share, type=list[Use])
+            self._uses[seq.seq_id] = tuple(sorted((use.digest, use.scale) for use in uses))
+
+    def remove(self, seq_id: int) -> None:
+        self._uses.pop(seq_id, None)
+
+    def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
+        kinds: dict[tuple[Key, ...], int] = {(): 0}
+        of_rows = np.array(
+            [
+                kinds.setdefault(self._uses.get(row.seq_id, ()), len(kinds))
+                for row in inputs.plan.scheduled
+            ],
+            np.int64,
+        )
+        of_tokens = np.repeat(of_rows, inputs.num_tokens)
+        buffers["lora_kinds"][:] = of_tokens
+        if len(kinds) == 1:
+            self._step = []
+            self._wrap()
+            return
+        lasts = inputs.query_start[1:][inputs.sampling] - 1
+        self._num_tokens, self._num_sampled = len(of_tokens), len(lasts)
+        keys = sorted({key for kind in kinds for key in kind})
+        self._step = [
+            _StepGroup(
+                key,
+                self._active[key[0]],
+                np.array([key in kind for kind in kinds]),
+                of_tokens,
+                of_tokens[lasts],
+                self.device,
+            )
+            for key in keys
+        ]
+        self._of_tokens = torch.from_numpy(of_tokens).to(self.device)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Wraps what the step's adapters change, and nothing else: kernels that fuse layers go on
+        where there are none."""
+        linear: set[str] = set()
+        modules: set[str] = set()
+        for group in self._step:
+            linear |= group.adapter.changes.keys()
+            modules |= group.adapter.modules.keys()
+        for prefix in self._wrapped - linear - modules:
+            if prefix in self._methods:
+                self._layers[prefix].method = self._methods[prefix][0]
+            else:
+                self._modules[prefix].remove()
+        for prefix in linear - self._wrapped:
+            if prefix not in self._methods:
+                self._methods[prefix] = self._made(prefix)
+            self._layers[prefix].method = self._methods[prefix][1]
+        for path in modules - self._wrapped:
+            if path not in self._modules:
+                self._modules[path] = Replacement(self.model.get_submodule(path), path, self)
+            self._modules[path].install()
+        self._wrapped = linear | modules
+
+    def _made(self, prefix: str) -> tuple[Any, LoraMethod]:
+        layer = self._layers[prefix]
+        kind = LoraEmbedding if layer.spec.kind == "embedding" else LoraMethod
+        made = kind(layer.method, grouping=self, layer=prefix)
+        return layer.method, made
+
+    def groups_of(self, rows: Rows | Tensor, count: int, layer: str) -> list[Group]:
+        """As in Grouping. A drafter calls layers with other rows: they have no adapter."""
+        found = []
+        for group in self._step:
+            if layer not in group.adapter.changes:
+                continue
+            if rows is Rows.FLAT:
+                if count != self._num_tokens:
+                    continue
+                mine, is_all, is_none = group.flat
+            elif rows is Rows.SAMPLED:
+                if count != self._num_sampled:
+                    continue
+                mine, is_all, is_none = group.sampled
+            elif isinstance(rows, Tensor):
+                mine, is_all, is_none = group.of(self._of_tokens[rows])
+            else:
+                continue
+            if not is_none:
+                found.append(Group(group.adapter.changes, group.key[1], None if is_all else mine))
+        return found
+
+    def replaced(self, path: str, count: int) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+        """Of a module that is no linear layer, called with `count` rows: the parameters in the
+        place of its own, and the rows."""
+        found = []
+        for group in self._step:
+            if path not in group.adapter.modules:
+                continue
+            by_count = {self._num_sampled: group.sampled, self._num_tokens: group.flat}
+            if count in by_count and not (rows := by_count[count])[2]:
+                found.append((group.adapter.modules[path], None if rows[1] else rows[0]))
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class _StepGroup:
+    """The rows of a step that have an adapter."""
+
+    def __init__(
+        self,
+        key: Key,
+        adapter: Adapter,
+        has: np.ndarray,
+        of_tokens: np.ndarray,
+        of_sampled: np.ndarray,
+        device: torch.device,
+    ) -> None:
+        self.key = key
+        self.adapter = adapter
+        self._has = torch.from_numpy(has).to(device)
+        self.flat = self._indices(has[of_tokens], device)
+        self.sampled = self._indices(has[of_sampled], device)
+
+    @staticmethod
+    def _indices(mask: np.ndarray, device: torch.device) -> tuple[Tensor, bool, bool]:
+        """Indices of the rows, whether all have it, and whether none has."""
+        found = np.flatnonzero(mask)
+        return torch.from_numpy(found).to(device), len(found) == len(mask), not len(found)
+
+    def of(self, kinds: Tensor) -> tuple[Tensor, bool, bool]:
+        """The same of any rows, by their kinds."""
+        mine = self._has[kinds].nonzero()[:, 0]
+        return mine, len(mine) == len(kinds), not len(mine)
