@@ -66,9 +66,19 @@ async def test_a_requests_life(client, metrics):
             time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5, num_output_sequences=5
         )
     )
-    metrics.toolkit_event(StepEvent(time=15.0, duration=0, num_tokens=0, num_compilations=2))
+    metrics.toolkit_event(
+        StepEvent(
+            time=15.0, duration=0, num_tokens=0, num_compilations=2, drafts=[(3, 1), (2, 2), (1, 0)]
+        )
+    )
     expected = {
         "compilations_after_ready_total": 2,
+        "spec_decode_num_drafts_total": 3,
+        "spec_decode_num_draft_tokens_total": 6,
+        "spec_decode_num_accepted_tokens_total": 3,
+        'spec_decode_num_draft_tokens_per_pos_total{position="1"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 1,
         "preemptions_total": 1,
         "prompt_tokens_total": 7,
         "prefix_cache_queries_total": 7,
@@ -346,6 +356,11 @@ def test_the_names_of_vllm(metrics):
         "vllm:num_preemptions_total",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_per_pos_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "vllm:request_success_total",
         "vllm:request_prompt_tokens",
         "vllm:request_generation_tokens",
@@ -359,7 +374,7 @@ def test_the_names_of_vllm(metrics):
         "vllm:request_decode_time_seconds",
         "vllm:request_inference_time_seconds",
     }
-    assert len(VLLM_NAMES) == 25
+    assert len(VLLM_NAMES) == 30
 
 
 async def test_the_labels_of_vllm(engine, client_of):
