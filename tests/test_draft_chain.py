@@ -194,6 +194,18 @@ def test_a_drafter_that_fails_is_dropped_alone(folder, plain, drafter, message):
     assert re.search(message, told), told
 
 
+def test_vllms_names():
+    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with LLM("tiny", speculative_config=config) as llm:
+        part = llm.engine.client.core.executor.runner.parts.by_name["drafter"]
+        options = part._drafters["ngram"].options
+    assert (options.num_speculative_tokens, options.lookup) == (2, (2, 3))
+    with pytest.raises(ConfigError, match="method 'medusa': its heads are not built"):
+        LLM("tiny", speculative_config={"method": "medusa"})
+    with pytest.raises(ConfigError, match="option num_speculative_tokens must be .*>= 1"):
+        LLM("tiny", speculative_config=config | {"num_speculative_tokens": 0})
+
+
 def test_the_names_of_a_chain(folder):
     with pytest.raises(ConfigError, match="drafter names 'Oracle' twice"):
         run(folder, "Oracle,Oracle")

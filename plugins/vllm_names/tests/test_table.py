@@ -60,6 +60,41 @@ TRANSLATED = [
         {"guided_decoding_backend": "guidance"},
         {"plugin_option": {"structured_output": {"backend": "llguidance"}}},
     ),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"drafter": ["ngram"], "plugin_option": {"drafters": {"num_speculative_tokens": 3}}},
+    ),
+    (
+        {"speculative_config": '{"method": "suffix", "suffix_decoding_max_cached_requests": 0}'},
+        {"drafter": ["suffix"], "plugin_option": {"drafters": {"suffix_memory": "0"}}},
+    ),
+    ({"speculative_config": {"method": ["ngram", "suffix"]}}, {"drafter": ["ngram", "suffix"]}),
+    ({"speculative_config": {"method": "glm4_moe_mtp", "model": None}}, {"drafter": ["mtp"]}),
+    (
+        {"speculative_config": {"model": "x/a-eagle3-head", "method": "eagle3"}},
+        {"drafter": ["eagle"], "plugin_option": {"drafters": {"model": "x/a-eagle3-head"}}},
+    ),
+    (
+        {"speculative_config": {"model": "small"}},
+        {"drafter": ["draft_model"], "plugin_option": {"drafters": {"model": "small"}}},
+    ),
+    (
+        {
+            "speculative_model": "[ngram]",
+            "num_speculative_tokens": "5",
+            "ngram_prompt_lookup_max": 4,
+            "plugin_option": ["cpu.x=1"],
+        },
+        {
+            "drafter": ["ngram"],
+            "plugin_option": [
+                "drafters.num_speculative_tokens=5",
+                "drafters.prompt_lookup_max=4",
+                "cpu.x=1",
+            ],
+        },
+    ),
+    ({"speculative_config": None}, {}),
     ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
     ({"async_scheduling": True}, {"overlap": True}),
     ({"data_parallel_size": 2}, {"data_parallel_size": 2}),
@@ -163,6 +198,15 @@ REFUSED = [
     ({"pooler_config": {"dimensions": 3}}, "no 'dimensions'"),
     ({"structured_outputs_config": {"backend": "outlines"}}, "use one of auto, guidance"),
     ({"structured_outputs_config": {"disable_any_whitespace": True}}, "asked for by requests"),
+    ({"speculative_config": {"method": "medusa"}}, "'medusa': its heads are not built. Use eagle"),
+    ({"speculative_config": {"method": "ngrams"}}, r"no method 'ngrams'\. Did you mean 'ngram'"),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup": 3}}, "Did you mean 'prompt_loo"),
+    ({"speculative_config": {"num_speculative_tokens": 3}}, "it has no method. Known: ngram"),
+    ({"speculative_config": "ngram"}, "a mapping, or JSON, such as"),
+    (
+        {"speculative_config": {"method": "mtp", "parallel_drafting": True}},
+        "drafts come one after the other",
+    ),
     ({"max_model_len": "longk"}, "such as 32768 or 32k"),
     ({"compilation_config": 7}, "a mode is one of 0, 1, 2, 3 or NONE"),
     ({"compilation_config": {"modus": 3}}, "it has no key 'modus'. Known: backend, .*level"),

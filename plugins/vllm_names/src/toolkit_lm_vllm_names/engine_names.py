@@ -3,7 +3,7 @@ effect."""
 
 from __future__ import annotations
 
-from toolkit_lm_vllm_names import compilation, values
+from toolkit_lm_vllm_names import compilation, speculation, values
 from toolkit_lm_vllm_names.name import Name, free, renamed, same
 
 _NO_GRAPHS = (
@@ -283,6 +283,25 @@ ENGINE: list[Name] = [
     ),
     *free(
         "the state has the dtype of the model", "mamba_cache_philox_rounds", "replayssm_buffer_len"
+    ),
+    *renamed(
+        "speculative_config",
+        "drafter",
+        speculation.speculative_config,
+        "its method; its other keys are options of the plugin drafters: drafters.model, ...",
+        ignored=speculation.without_effect,
+    ),
+    *renamed("speculative_model", "drafter", speculation.speculative_model, "and drafters.model"),
+    *(
+        row
+        for theirs, ours in (
+            ("num_speculative_tokens", "num_speculative_tokens"),
+            ("ngram_prompt_lookup_max", "prompt_lookup_max"),
+            ("ngram_prompt_lookup_min", "prompt_lookup_min"),
+        )
+        for row in renamed(
+            theirs, "plugin_option", speculation.drafters_option(ours), f"drafters.{ours}"
+        )
     ),
     *renamed(
         "structured_outputs_config",

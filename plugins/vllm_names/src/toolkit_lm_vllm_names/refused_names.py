@@ -16,7 +16,6 @@ _CHECKPOINT = "put it into the config.json of a copy of the checkpoint's folder.
 _HUB = "set the variables of huggingface_hub: HF_HOME, HF_HUB_CACHE, HF_TOKEN."
 _TRACES = "install toolkit-lm-opentelemetry and set OTEL_EXPORTER_OTLP_ENDPOINT."
 _MEDIA = "media is read as the checkpoint's processor says. A prompt may give mm_processor_kwargs."
-_NO_DRAFTS = "write a drafter: the hook toolkit_register_drafters."
 _PER_REQUEST = "a request asks for it: structured_outputs."
 
 REFUSED: list[Name] = [
@@ -114,8 +113,6 @@ REFUSED: list[Name] = [
         "model_loader_extra_config",
         "additional_config",
     ),
-    *refused(_NO_DRAFTS, "speculative_config", "speculative_model", "num_speculative_tokens"),
-    *refused(_NO_DRAFTS, "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
     *refused(
         "write a logits processor: the hook toolkit_register_logits_processors.",
         "logits_processors",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toolkit_lm_vllm_names import compilation, values
@@ -65,10 +65,32 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in TABLE and name not in COMPILATION:
             tell_of_no_effect(TABLE[name], value)
-            made |= TABLE[name].translate(value)
+            made = _merged(made, TABLE[name].translate(value))
     tell_of_compilation(about_compilation)
     made |= compilation_options(about_compilation)
-    return made | {name: value for name, value in options.items() if name not in TABLE}
+    return _merged(made, {name: value for name, value in options.items() if name not in TABLE})
+
+
+def _merged(made: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Both; `others` win. Plugins' options are merged, also with those that are written as
+    texts."""
+    both = made | others
+    stated = [found["plugin_option"] for found in (made, others) if found.get("plugin_option")]
+    if len(stated) == 2:
+        mappings = [option for option in stated if isinstance(option, Mapping)]
+        both["plugin_option"] = (
+            compilation.merged(*mappings)
+            if len(mappings) == 2
+            else [text for option in stated for text in _texts(option)]
+        )
+    return both
+
+
+def _texts(options: Any) -> list[str]:
+    """Plugins' options as texts, NAME.KEY=VALUE."""
+    if isinstance(options, Mapping):
+        return [f"{name}.{key}={value}" for name in options for key, value in options[name].items()]
+    return [options] if isinstance(options, str) else list(options)
 
 
 def compilation_options(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
