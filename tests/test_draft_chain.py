@@ -202,7 +202,7 @@ def test_vllms_names():
     assert (options.num_speculative_tokens, options.lookup) == (2, (2, 3))
     with pytest.raises(ConfigError, match="method 'medusa': its heads are not built"):
         LLM("tiny", speculative_config={"method": "medusa"})
-    with pytest.raises(ConfigError, match="option num_speculative_tokens must be .*>= 1"):
+    with pytest.raises(ConfigError, match=r"option num_speculative_tokens must be .*>= 1"):
         LLM("tiny", speculative_config=config | {"num_speculative_tokens": 0})
 
 

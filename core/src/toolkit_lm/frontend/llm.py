@@ -71,12 +71,15 @@ class LLM(PoolingMixin):
                     for name in PluginsConfig.__struct_fields__
                     if name in arguments
                 }
-                plugins = (
+                loaded = (
                     plugins
                     if isinstance(plugins, Plugins)
                     else Plugins.load(_config_of(own).plugins, plugins)
                 )
-                config = _config_of(plugins.option_names.translate(arguments))
+                config = _config_of(loaded.option_names.translate(arguments))
+                # The translation may have set options of plugins.
+                if loaded.config == config.plugins:
+                    plugins = loaded
         for option in without_effect_offline(config):
             logger.warning("%s", option)
         self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
