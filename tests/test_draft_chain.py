@@ -136,7 +136,7 @@ def run(folder, drafter, params=GREEDY, **options):
         dtype="float32",
         max_model_len=128,
         block_size=4,
-        **options,
+        **({"draft_budget": "all"} if drafter else {}) | options,
     ) as llm:
         given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(given, params, use_tqdm=False)

@@ -61,6 +61,7 @@ def run(
         if draft is None
         else {
             "drafter": "draft_model",
+            "draft_budget": "all",
             "plugin_option": [
                 *own,
                 f"drafters.model={draft}",

@@ -149,7 +149,7 @@ def test_drafts_end_where_a_grammar_forbids_them(temperature, calls, monkeypatch
         )
         for one in asked
     ]
-    # What must follow is drafted by the grammar itself, which leaves nothing to verify.
+    # The grammar drafts tokens that must follow itself, which leaves nothing to verify.
     monkeypatch.setattr(StructuredOutput, "drafts", lambda self, row: [])
     with LLM("tiny", dtype="float32") as llm:
         ids = [llm.engine.renderer.render_prompt(prompt).token_ids for prompt in prompts]
@@ -166,7 +166,9 @@ def test_drafts_end_where_a_grammar_forbids_them(temperature, calls, monkeypatch
 
     monkeypatch.setattr(StructuredOutput, "num_allowed", watched)
     monkeypatch.setattr(sys.modules[__name__], "Scripted", Disallowing)
-    with LLM("tiny", dtype="float32", plugins=[SCRIPTED], drafter="scripted") as llm:
+    with LLM(
+        "tiny", dtype="float32", plugins=[SCRIPTED], drafter="scripted", draft_budget="all"
+    ) as llm:
         calls.clear()
         found = llm.generate(prompts, params, use_tqdm=False)
     same(found, expected)

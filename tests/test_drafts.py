@@ -60,6 +60,8 @@ def engine(folder, drafter, plugins=(), **options) -> LLM:
         # Random weights repeat single tokens at most.
         "plugin_option": ["drafters.prompt_lookup_min=1", "drafters.prompt_lookup_max=3"],
     } | options
+    if drafter is not None:
+        options = {"draft_budget": "all"} | options
     return LLM(str(folder), plugins=[*plugins], drafter=drafter, **options)
 
 

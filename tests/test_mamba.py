@@ -226,6 +226,8 @@ def rounds(model, params, *, caching=True, drafter=None, count=3, **options):
     """The same prompts again and again: what came, and the cached tokens."""
     folder, plugins = model
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "block_size": SIZE} | options
+    if drafter is not None:
+        options["draft_budget"] = "all"
     if len(plugins) == 1 and "num_kv_blocks" in options:
         options["num_kv_blocks"] = options["num_kv_blocks"] // 7
     with LLM(

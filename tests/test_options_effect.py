@@ -133,7 +133,11 @@ TOLD = {
         {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": False},
         {"max_num_batched_tokens": 64, "max_num_seqs": 8},
     ),
-    "overlap": ({"overlap": True, "drafter": "draft"}, {"overlap": True}),
+    "overlap": (
+        {"overlap": True, "drafter": "draft", "draft_budget": "all"},
+        {"overlap": True, "drafter": "draft"},
+    ),
+    "draft_budget": ({"draft_budget": "all"}, {"draft_budget": "all", "drafter": "draft"}),
     "restart_engine": ({"restart_engine": 1}, {"restart_engine": 1, "engine_process": True}),
     "node_rank": ({"node_rank": 1}, None),
     "master": ({"master": "127.0.0.1:1"}, None),

@@ -65,6 +65,8 @@ def run(model, params, drafter=None, **options):
     folder, plugins = model
     steps = Steps()
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4} | options
+    if drafter is not None:
+        options["draft_budget"] = "all"
     with LLM(
         str(folder),
         plugins=[steps, *plugins],

@@ -63,6 +63,8 @@ def run(folder, params, prompts=TAILS, *, plugins=(), rounds=1, **options):
         "block_size": SIZE,
         **options,
     }
+    if options.get("drafter"):
+        options["draft_budget"] = "all"
     with LLM(str(folder), plugins=[*plugins], **options) as llm:
         texts = [{"prompt_token_ids": prompt} for prompt in prompts]
         found = [llm.generate(texts, params, use_tqdm=False) for _ in range(rounds)]

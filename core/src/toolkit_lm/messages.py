@@ -452,6 +452,8 @@ class StepPlan(Struct, kw_only=True, omit_defaults=True):
     moves: list[BlockMove] = field(default_factory=list)
     parts: dict[str, Raw] = field(default_factory=dict)
     """Data from each part's planner for its worker half, as msgpack, by part name."""
+    asks_drafters: bool = True
+    """Drafters are asked for drafts, which the next step verifies."""
 
     @property
     def num_tokens(self) -> int:
@@ -473,6 +475,8 @@ class StepResult(Struct, kw_only=True, omit_defaults=True):
     """One entry per sampled token of each row that asked for them; empty if no row did."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """Guesses of the tokens after the sampled ones, by seq_id. The next step verifies them."""
+    forced: list[int] = field(default_factory=list)
+    """Sequences whose drafts must follow, because a logits processor allows no other tokens."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Log probabilities of the prompt tokens after the computed ones, by seq_id, if the request
     asked for them."""

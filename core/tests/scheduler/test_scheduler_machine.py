@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks_per_token=st.floats(0.1, 2),
         max_in_flight=st.integers(1, 3),
         stages=st.integers(1, 2),
-        drafts=st.sampled_from(["none", "drafter", "processors"]),
+        drafts=st.sampled_from(["none", "drafter", "budget", "processors"]),
         most_embeds=st.sampled_from([4, 7, 12, 100]),
         whole_items=st.booleans(),
     )
@@ -238,8 +238,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             encoder_cache_memory=f"{4 * 4096 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
             drafter="guess"
-            if drafts == "drafter" and not {group[1] for group in groups} & STATES
+            if drafts in ("drafter", "budget") and not {group[1] for group in groups} & STATES
             else None,
+            draft_budget="auto" if drafts == "budget" else "all",
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
         least = kv_cache([0] * num_pools, groups).max_blocks(

@@ -18,7 +18,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("tiny", dtype="float32", drafter="ngram,suffix", max_model_len=256) as llm:
+    with LLM(
+        "tiny", dtype="float32", drafter="ngram,suffix", draft_budget="all", max_model_len=256
+    ) as llm:
         yield llm
 
 

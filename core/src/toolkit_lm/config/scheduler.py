@@ -48,6 +48,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             none="none",
         ),
     ] = None
+    draft_budget: Annotated[
+        Literal["auto", "all"],
+        option(
+            "Drafts that a step verifies. auto: as many as give the most tokens per second, by "
+            "measured times of steps and acceptance. all: every draft."
+        ),
+    ] = "auto"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
         option(

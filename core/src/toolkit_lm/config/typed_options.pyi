@@ -86,6 +86,9 @@ class LLMOptions(TypedDict, total=False):
     by the request's number, smallest first. Or a plugin's."""
     drafter: list[str] | None
     """Speculative decoding: drafters, by name. Of several, a step takes the drafts of the best."""
+    draft_budget: Literal["auto", "all"]
+    """Drafts that a step verifies. auto: as many as give the most tokens per second, by measured
+    times of steps and acceptance. all: every draft."""
     preemption_mode: Literal["auto", "recompute", "swap"]
     """Preemption of a request. recompute: compute it again later. swap: move it to swap_memory.
     auto: the cheaper of the two."""

@@ -109,6 +109,7 @@ class EngineCore:
             whole_items=self.whole_items,
             planners=Planners.make(config, plugins, facts),
             tiers=self._make_tiers(plugins),
+            step_times=msgspec.msgpack.decode(facts["drafter"]) if "drafter" in facts else (),
         )
 
     def _make_tiers(self, plugins: Plugins) -> dict[str, KVTier]:
@@ -265,7 +266,7 @@ class EngineCore:
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
         num_tokens = step.plan.num_tokens
-        self.scheduler.preemption.observe(num_tokens, duration)
+        self.scheduler.observe(step.plan, result, duration)
         if self.listening:
             got = [len(output.token_ids) for output in outputs if output.token_ids]
             event = StepEvent(
@@ -282,7 +283,6 @@ class EngineCore:
                 num_compilations=result.num_compilations,
             )
             self._events.append(event)
-        self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
 
     def _recover(self, error: Exception) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import msgpack
+from msgspec import Raw, msgpack
 from torch import Tensor, nn
 
 from toolkit_lm.attention import CacheLayer
@@ -55,6 +55,8 @@ class DraftingPart(StepPart):
         self._limits: dict[int, int] = {}
         """Most drafts of a step, by seq_id, of requests that limit them."""
         self._chain = DraftChain(self._vocab_size)
+        self.step_times: list[tuple[int, int, float]] = []
+        """Rows, drafts of each row, and seconds of steps that the warm-up has measured."""
 
     def _make(self, name: str) -> Drafter:
         owner = self.plugins.drafters.get(name).owner
@@ -90,6 +92,9 @@ class DraftingPart(StepPart):
 
     def layers(self) -> Mapping[str, CacheLayer]:
         return self._merged("layer", lambda drafter: drafter.layers())
+
+    def facts(self) -> Raw:
+        return Raw(msgpack.encode(self.step_times))
 
     def reserved_bytes(self) -> int:
         return sum(drafter.reserved_bytes() for drafter in self._drafters.values())
@@ -139,7 +144,7 @@ class DraftingPart(StepPart):
     ) -> None:
         """Adds drafts to a step's result. Drafters get copies, and arrays that they cannot write
         to."""
-        if not self._drafters:
+        if not self._drafters or not inputs.plan.asks_drafters:
             return
         history = inputs.histories.token_ids
         history.flags.writeable = False

@@ -171,11 +171,15 @@ def _no_hub(config: VllmConfig, plugins: Plugins) -> str | None:
     return f"MODEL {model!r} is here, and not on a hub" if is_here else None
 
 
+def _no_drafter(config: VllmConfig, plugins: Plugins) -> str | None:
+    return None if config.scheduler.drafter else "there is no drafter"
+
+
 def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:
     drafter = config.scheduler.drafter
     return (
         None
-        if not config.engine.overlap or not drafter
+        if not config.engine.overlap or not drafter or config.scheduler.draft_budget == "auto"
         else f"with the drafter {', '.join(drafter)!r} no step is planned ahead"
     )
 
@@ -226,6 +230,7 @@ RULES: dict[str, Reason] = {
     "feature_cache_memory": _no_encoder_of_media,
     "swap_memory": _no_swap,
     "preemption_mode": _no_draws,
+    "draft_budget": _no_drafter,
     "overlap": _no_overlap,
     "restart_engine": _no_process,
     "node_rank": _one_node,

@@ -175,6 +175,7 @@ class RowSampler:
             self._certain = processors.drafts(*users)
             result.drafts |= self._certain
             processors.cut(result.drafts, *users)
+            result.forced = [*self._certain]
 
     # Parts of a draw
 

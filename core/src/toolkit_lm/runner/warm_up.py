@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -12,15 +13,18 @@ import torch
 
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.kv import plan_groups
+from toolkit_lm.kv import max_drafts, plan_groups
 from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.model import FallbackModel
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.parts import DraftingPart
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.proof import prove
 
 _KEPT_BYTES = 2**25 - 2**16
 """Slightly below the largest threshold that glibc adapts to."""
+_MEASURING = 1.0
+"""Seconds after which no other step is measured."""
 _GREEDY = SamplingParams(temperature=0)
 _MOST_MEMORY = SamplingParams(top_p=1 - 1e-7)
 """So large a top_p that all tokens are sorted, which needs the most memory."""
@@ -51,9 +55,64 @@ def warm_up(runner: ModelRunner) -> None:
         pools = runner.config.model.runner == "pooling"
         task = f"serve the task {_task(runner)!r}" if pools else "draw a first token"
         raise CheckpointError(f"the model cannot {task}: {result.errors[-1]}.{_cause(runner)}")
+    measure_drafts(runner)
     if runner.compiler is not None:
         runner.compiler.capture(lambda: _compute_tokens(runner, 1))
         runner.compiler.seal()
+
+
+def measure_drafts(runner: ModelRunner) -> None:
+    """Measures decode steps with and without drafts, for the drafting part, once.
+
+    Several ranks would have to agree on when to end, and graphs are captured for other shapes:
+    there the steps that run are measured alone.
+    """
+    config = runner.config
+    drafting = runner.parts.by_name.get("drafter")
+    if (
+        not isinstance(drafting, DraftingPart)
+        or drafting.step_times
+        or config.scheduler.draft_budget == "all"
+        or config.parallel.num_ranks > 1
+        or runner.compiler is not None
+    ):
+        return
+    most = min(max_drafts(group.spec for group in runner.kv_cache.groups), 7)
+    end = time.perf_counter() + _MEASURING
+    for rows in (1, 4, 16, 64):
+        for num_drafts in (0, 1, 3, 7):
+            fits = (
+                num_drafts <= most
+                and num_drafts + 3 <= config.max_model_len
+                and rows * (num_drafts + 1) <= config.scheduler.token_budget
+            )
+            if rows > config.scheduler.max_num_seqs or not fits or time.perf_counter() > end:
+                continue
+            seconds = _seconds_of_decode(runner, rows, num_drafts)
+            drafting.step_times.append((rows, num_drafts, seconds))
+
+
+def _seconds_of_decode(runner: ModelRunner, rows: int, num_drafts: int) -> float:
+    """Seconds of a decode step of made-up sequences, the least of three."""
+    plan = _made_up(runner, rows, 1, room=num_drafts + 1)
+    plan.asks_drafters = False
+    runner.execute(plan)
+    nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
+    tokens = [0] * (num_drafts + 1)
+    decode = StepPlan(
+        scheduled=[
+            ScheduledSequence(seq.seq_id, 1, num_drafts + 1, nothing_new, True, tokens, num_drafts)
+            for seq in plan.new
+        ],
+        asks_drafters=False,
+    )
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        runner.execute(decode)
+        seconds.append(time.perf_counter() - begun)
+    runner.execute(_drop(plan))
+    return min(seconds)
 
 
 def _compute_tokens(runner: ModelRunner, num_tokens: int) -> StepResult:
@@ -142,10 +201,14 @@ def _resident(name: str) -> int:
 
 
 def _made_up(
-    runner: ModelRunner, num_sequences: int, num_tokens: int, params: SamplingParams = _GREEDY
+    runner: ModelRunner,
+    num_sequences: int,
+    num_tokens: int,
+    params: SamplingParams = _GREEDY,
+    room: int = 1,
 ) -> StepPlan:
     """Plan of one step that computes sequences -1, -2, ... of this many tokens in the first blocks,
-    with room for one more token."""
+    with room for more tokens."""
     groups = [group.spec for group in runner.kv_cache.groups]
     samples = runner.config.model.runner != "pooling"
     plan = StepPlan()
@@ -155,7 +218,7 @@ def _made_up(
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
             block_tables=[
-                [] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + 1)))
+                [] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + room)))
                 for spec in groups
             ],
             params=params,

@@ -23,6 +23,7 @@ from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
+from toolkit_lm.scheduler.draft_budget import DraftBudget, Point
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.endings import Endings
 from toolkit_lm.scheduler.event_log import EventLog
@@ -59,9 +60,11 @@ class Scheduler:
         whole_items: bool = False,
         planners: Planners | None = None,
         tiers: Mapping[str, KVTier] = MappingProxyType({}),
+        step_times: Collection[Point] = (),
     ) -> None:
         """`salt`: salt of all hashes of cached prefixes. `whole_items`: no chunk ends inside a
-        multimodal item. `planners`: planners of plugins' parts. `tiers`: KV tiers, by name."""
+        multimodal item. `planners`: planners of plugins' parts. `tiers`: KV tiers, by name.
+        `step_times`: times of steps that were measured at the start."""
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.policy = policy
@@ -88,6 +91,16 @@ class Scheduler:
         )
         self.tiers = self.request_blocks.tiers
         self.admission = Admission(config, self.request_blocks)
+        drafts = config.scheduler
+        self.draft_budget = (
+            DraftBudget(
+                step_times,
+                all_drafts=drafts.draft_budget == "all",
+                overlaps=config.parallel.pipeline_parallel_size == 1,
+            )
+            if drafts.drafter
+            else None
+        )
         self.quarantine = Quarantine()
         self.events = EventLog()
         self._endings = Endings(self.roster, self.request_blocks, self.quarantine, self.events)
@@ -148,6 +161,9 @@ class Scheduler:
             self.request_blocks.end_late_loads(now)
         # Sequences that are dropped during planning go into this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
+        if self.draft_budget is not None:
+            self.draft_budget.begin_step(self.roster.running)
+            plan.asks_drafters = self.draft_budget.is_asking
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
@@ -209,6 +225,9 @@ class Scheduler:
                 )
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
+                if self.draft_budget is not None:
+                    forced = row.seq_id in result.forced
+                    self.draft_budget.update(row, len(tokens) - 1, forced=forced)
                 drafts = result.drafts.get(row.seq_id, [])
                 taken = self._accept_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
                 if row.num_drafts:
@@ -218,6 +237,13 @@ class Scheduler:
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Records a step's duration."""
+        self.preemption.observe(plan.num_tokens, seconds)
+        if self.draft_budget is not None:
+            self.draft_budget.observe(plan, sum(map(len, result.token_ids)), seconds)
+        self.policy.observe(plan, seconds)
 
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
         """Steps failed or were interrupted, so the runner's state cannot be relied on.

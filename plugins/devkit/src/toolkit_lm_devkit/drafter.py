@@ -148,9 +148,10 @@ class DrafterConformance(Conformance):
             "max_model_len": 64,
             "num_kv_blocks": 512,
         }
-        return LLM(
-            checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course}
-        )
+        options = {**defaults, **cls.engine_options, **course}
+        if options["drafter"]:
+            options.setdefault("draft_budget", "all")
+        return LLM(checkpoint, plugins=list(cls.plugins), **options)
 
     @classmethod
     def count(cls, monkeypatch: pytest.MonkeyPatch) -> list[int]:

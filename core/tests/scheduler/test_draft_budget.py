@@ -1,0 +1,168 @@
+"""The budget of drafts: what it estimates, what it cuts, and that it does not lose."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from toolkit_lm.messages import ScheduledSequence, StepPlan
+from toolkit_lm.scheduler.draft_budget import Acceptance, DraftBudget, StepTimes
+
+MEMORY_BOUND = [(1, 0, 1.0), (1, 7, 1.15), (16, 0, 1.2), (16, 7, 3.0), (64, 0, 2.0), (64, 7, 9.0)]
+
+
+class Row(SimpleNamespace):
+    """A sequence whose drafts are accepted with a given probability each."""
+
+
+def requests(num_rows):
+    rows = [Row(seq_id=i, drafts=[]) for i in range(num_rows)]
+    return [
+        SimpleNamespace(unfinished=[row], search=None, needs_tokens=True, seq_ids=[row.seq_id])
+        for row in rows
+    ]
+
+
+def step(budget, running, accepts, seconds_of, *, num_drafts=4, forced=()):
+    """One step: (seconds, tokens, drafts). Drafts of the next step follow if drafters were
+    asked."""
+    budget.begin_step(running)
+    rows = [request.unfinished[0] for request in running]
+    counts = [len(row.drafts) for row in rows]
+    plan = StepPlan(
+        scheduled=[
+            ScheduledSequence(row.seq_id, 9, 1 + count, [], True, [], count)
+            for row, count in zip(rows, counts, strict=True)
+        ],
+        asks_drafters=budget.is_asking,
+    )
+    seconds = seconds_of(len(rows), sum(counts), budget.is_asking)
+    tokens = 0
+    for row, scheduled in zip(rows, plan.scheduled, strict=True):
+        accepted = 0
+        while accepted < scheduled.num_drafts and accepts(row.seq_id):
+            accepted += 1
+        tokens += 1 + accepted
+        budget.update(scheduled, accepted, forced=row.seq_id in forced)
+        row.drafts = [7] * num_drafts if plan.asks_drafters or row.seq_id in forced else []
+    budget.observe(plan, tokens, seconds)
+    return seconds, tokens, sum(counts)
+
+
+def cost(rows, drafts, asking, *, noise=0.0):
+    """Of a machine whose steps with few tokens read the weights. Drafters take 2% of a step, and
+    steps that are not planned ahead 1%."""
+    tokens = rows + drafts
+    seconds = 1.0 + 0.002 * tokens + max(0.0, 0.06 * (tokens - 12))
+    return seconds * (1.03 if asking else 1.0) * random.lognormvariate(0, noise)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("points", [MEMORY_BOUND, []], ids=["measured", "unmeasured"])
+def test_it_does_not_lose(num_rows, acceptance, points):
+    random.seed(num_rows)
+    budget = DraftBudget(points)
+    running = requests(num_rows)
+    total = [0.0, 0]
+    for _ in range(600):
+        seconds, tokens, _ = step(
+            budget,
+            running,
+            lambda _: random.random() < acceptance,
+            lambda *of: cost(*of, noise=0.03),
+        )
+        total = [total[0] + seconds, total[1] + tokens]
+    plain = num_rows / cost(num_rows, 0, False)
+    ratio = total[1] / total[0] / plain
+    assert ratio >= 0.98
+    if num_rows == 1 and acceptance >= 0.6:
+        assert ratio > 1.6
+
+
+def test_it_follows_a_text_that_changes():
+    random.seed(1)
+    budget = DraftBudget(MEMORY_BOUND)
+    running = requests(1)
+    rates = []
+    for acceptance in (0.95, 0.0, 0.95):
+        total = [0.0, 0]
+
+        def accepts(_, acceptance=acceptance):
+            return random.random() < acceptance
+
+        for _ in range(800):
+            seconds, tokens, _ = step(budget, running, accepts, cost)
+            total = [total[0] + seconds, total[1] + tokens]
+        rates.append(total[1] / total[0])
+    assert rates[0] > 2.5 and rates[1] > 0.97 and rates[2] > 2.0
+
+
+def test_rows_that_are_accepted_keep_their_drafts_and_others_lose_them():
+    budget = DraftBudget(MEMORY_BOUND)
+    running = requests(16)
+
+    def seconds_of(rows, drafts, asking):
+        return 1.0 + 0.02 * (rows + drafts)
+
+    for _ in range(60):
+        step(budget, running, lambda seq_id: seq_id < 4, seconds_of)
+    assert budget.is_asking
+    budget.begin_step(running)
+    counts = [len(request.unfinished[0].drafts) for request in running]
+    assert min(counts[:4]) >= 2 and sum(counts[4:]) <= 4
+
+
+def test_forced_drafts_are_kept_and_say_nothing_of_drafters():
+    budget = DraftBudget(MEMORY_BOUND)
+    running = requests(2)
+    kept = [step(budget, running, lambda _: True, cost, forced=(0, 1))[2] for _ in range(20)]
+    assert kept[1:] == [8] * 19
+    assert budget.acceptance.gains(0, 1) == [pytest.approx(0.6)]
+
+
+def test_steps_without_drafts_are_planned_ahead():
+    budget = DraftBudget(MEMORY_BOUND)
+    running = requests(4)
+    found = []
+    for _ in range(300):
+        step(budget, running, lambda _: False, cost)
+        found.append((budget.is_asking, running[0].needs_tokens))
+    assert (False, False) in found and (True, True) in found
+    assert sum(asking for asking, _ in found) < 30
+
+
+def test_all_drafts_are_verified_where_no_budget_is_wanted():
+    budget = DraftBudget(all_drafts=True)
+    running = requests(3)
+    drafts = [step(budget, running, lambda _: False, cost)[2] for _ in range(9)]
+    assert drafts == [0] + [12] * 8 and running[0].needs_tokens
+
+
+def test_times_are_interpolated_and_corrected():
+    times = StepTimes([(1, 0, 1.0), (1, 4, 2.0), (4, 0, 2.0), (4, 4, 6.0)])
+    assert times.predict(1, 2) == 1.5
+    assert times.predict(2, 0) == 1.5
+    assert times.predict(4, 64) == pytest.approx(6.0 + 12 * 1.0)
+    for _ in range(50):
+        times.observe(1, 0, 3.0, plain=True)
+    assert times.predict(1, 0, plain=True) == pytest.approx(3.0)
+    # Those that have not run are corrected as their neighbours are.
+    assert times.predict(1, 4) == pytest.approx(6.0)
+    times.observe(1, 0, 300.0, plain=True)
+    assert times.predict(1, 0, plain=True) < 3.2, "one step that was interrupted"
+
+
+def test_gains_fall_along_a_draft():
+    acceptance = Acceptance()
+    for _ in range(30):
+        acceptance.observe(0, 4, 4)
+        acceptance.observe(1, 4, 0)
+    sure = acceptance.gains(0, 4)
+    assert sure == sorted(sure, reverse=True) and sure[0] > 0.85
+    assert acceptance.gains(1, 4)[0] < 0.2
+    between = acceptance.gains(2, 2)[0]
+    assert acceptance.gains(1, 1)[0] < between < sure[0]
+    acceptance.retain([1])
+    assert acceptance.gains(0, 1) == acceptance.gains(2, 1)
