@@ -244,6 +244,8 @@ def start(target: str, drafter: str | None, options=(), given=(), **engine):
         "max_num_seqs": 4,
     }
     own = [f"drafters.{option}" for option in options]
+    if drafter is not None:
+        plain["draft_budget"] = "all"
     return LLM(target, drafter=drafter, plugin_option=own, plugins=list(given), **plain | engine)
 
 

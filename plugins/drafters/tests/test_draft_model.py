@@ -42,6 +42,7 @@ def write(folder, *, tokenizer=(), is_finite=True, **fields):
 def start(target, draft, **options):
     own = [f"drafters.model={draft}", "drafters.num_speculative_tokens=3"]
     plain = {"dtype": "float32", "renderer": "tokens", "max_model_len": 64, "num_kv_blocks": 64}
+    plain["draft_budget"] = "all"
     plain["plugin_option"] = own + options.pop("own", [])
     return LLM(target, drafter="draft_model", **(plain | options))
 
