@@ -13,12 +13,14 @@ _CHECKPOINTS = {
     "tiny-tools": "checkpoint_tools",
     "tiny-vision": "checkpoint_vision",
 }
+_DRAFTS = {"tiny-draft": "checkpoint_draft", "tiny-eagle": "checkpoint_eagle"}
+"""Checkpoints that draft for `tiny`."""
 _KV_CACHE_MEMORY = "64MiB"
 
 
 @hookimpl
 def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
-    for name, folder in _CHECKPOINTS.items():
+    for name, folder in (_CHECKPOINTS | _DRAFTS).items():
         checkpoints.add(name, f"toolkit_lm_tiny:{folder}")
 
 
