@@ -218,6 +218,16 @@ def test_explain_tells_of_several_engines(toolkit, checkpoint):
     assert found["config"]["parallel"]["data_parallel_size"] == 3
 
 
+def test_explain_names_the_drafters(toolkit, checkpoint):
+    assert "drafters" not in toolkit("explain", checkpoint).out
+    chain = ("explain", checkpoint, "--drafter", "ngram,suffix")
+    options = ("--plugin-option", "drafters.prompt_lookup_max=3")
+    shown = " ".join(toolkit(*chain, *options).out.split())
+    assert "(plugin 'drafters', prompt_lookup_max 3) suffix: toolkit_lm_drafters.suffix" in shown
+    found = json.loads(toolkit(*chain, "--json").out)["drafters"]
+    assert [drafter["name"] for drafter in found] == ["ngram", "suffix"]
+
+
 def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):
     done = toolkit("explain", checkpoint, "--plugins", "cli", "--plugins", "sdpa")
     assert (done.code, done.out) == (1, "")

@@ -15,7 +15,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_commands.options import engine_command
 
 if TYPE_CHECKING:
-    from toolkit_lm_cli.explanation import Explanation, LayerChoice
+    from toolkit_lm_cli.explanation import DrafterChoice, Explanation, LayerChoice
     from toolkit_lm_cli.shares import RankShare, WeightKind
 
 
@@ -77,6 +77,8 @@ def table_of(found: Explanation) -> Table:
     table.add_row(
         "compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])
     )
+    if found.drafters:
+        table.add_row("drafters", "\n".join(map(_drafter, found.drafters)))
     for shown in _attention(found.layers):
         table.add_row("attention", shown)
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
@@ -90,6 +92,11 @@ def table_of(found: Explanation) -> Table:
             "\n".join(f"{option.option}: {option.reason}" for option in found.without_effect),
         )
     return table
+
+
+def _drafter(drafter: DrafterChoice) -> str:
+    options = "".join(f", {name} {value}" for name, value in drafter.options.items())
+    return f"{drafter.name}: {drafter.target} (plugin {drafter.plugin!r}{options})"
 
 
 def _weights(kind: WeightKind) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.events import WAITS, Wait
@@ -34,6 +35,18 @@ class LayerChoice:
     backend: str
     candidates: list[tuple[str, str | None]]
     """Each backend that was asked, with its reason to refuse (None: able)."""
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """One drafter of speculative decoding."""
+
+    name: str
+    target: str
+    """Its class, "module:Class"."""
+    plugin: str
+    options: dict[str, Any]
+    """The plugin's options that were given."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Explanation:
     """Each compiler that was considered, with its reason to refuse (None: able)."""
     computed: list[str]
     """How the forward pass is computed, and why."""
+    drafters: list[DrafterChoice]
+    """Drafters, in the order in which they are asked; empty: no speculative decoding."""
     layers: list[LayerChoice]
     weights: list[WeightKind]
     """Weights by kind of layer: their bytes, and what multiplies by them."""
@@ -119,6 +134,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         compiler=compiler,
         compilers=compilers,
         computed=computed,
+        drafters=_drafters(resolved, plugins),
         layers=[
             LayerChoice(layer, found.name, found.candidates)
             for layer, found in held.selections.items()
@@ -132,6 +148,19 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         waits=waits_of(resolved, plugins),
         untried=UNTRIED_ON_GPUS if resolved.device.device.startswith("cuda") else None,
     )
+
+
+def _drafters(config: VllmConfig, plugins: Plugins) -> list[DrafterChoice]:
+    entries = [plugins.drafters.get(name) for name in config.scheduler.drafter or ()]
+    return [
+        DrafterChoice(
+            entry.key,
+            entry.target,
+            entry.plugin,
+            config.plugins.plugin_option.get(entry.plugin, {}),
+        )
+        for entry in entries
+    ]
 
 
 def waits_of(config: VllmConfig, plugins: Plugins) -> dict[Wait, str]:
