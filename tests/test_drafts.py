@@ -185,8 +185,10 @@ def test_windows_keep_what_a_rejected_draft_needs(make_windowed):
     same(run(folder, params, "ngram")[0], run(folder, params, None)[0])
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
+@pytest.mark.parametrize(
+    ("drafter", "tensor", "pipeline"), [("ngram", 2, 1), ("ngram", 1, 2), ("suffix,ngram", 2, 1)]
+)
+def test_ranks_and_stages_draft_too(make_llama, drafter, tensor, pipeline):
     folder, _ = make_llama("drafts")
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
     sizes = {
@@ -194,7 +196,7 @@ def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
         "pipeline_parallel_size": pipeline,
         "executor": "threads",
     }
-    outputs, steps = run(folder, params, "ngram", [THREADS], num_kv_blocks=128, **sizes)
+    outputs, steps = run(folder, params, drafter, [THREADS], num_kv_blocks=128, **sizes)
     expected, others = run(folder, params, None, [THREADS], num_kv_blocks=128, **sizes)
     same(outputs, expected)
     assert steps.count < others.count

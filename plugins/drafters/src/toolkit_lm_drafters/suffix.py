@@ -27,6 +27,7 @@ class _Sequence:
     def __init__(self, seq: NewSequence) -> None:
         raw = seq.inputs.parts.get("drafter")
         self.scope = "" if raw is None else msgpack.decode(raw, type=DraftRequest).scope
+        self.num_prompt_tokens = seq.num_prompt_tokens
         self.output = list(seq.token_ids[seq.num_prompt_tokens :])
         self.corpus = Corpus(_SIZES, len(seq.token_ids) + 64)
         self.probabilities: list[float] = []
@@ -72,11 +73,13 @@ class SuffixDrafter(Drafter):
     ) -> None:
         histories = inputs.histories
         for place in inputs.sampling:
-            if drawn := result.token_ids[place]:
+            if result.token_ids[place]:
                 seq_id = inputs.plan.scheduled[place].seq_id
                 sequence = self._sequences[seq_id]
-                sequence.output += drawn
                 tokens = histories.tokens(inputs.rows[place])
+                # No step asks for drafts while they do not pay.
+                known = sequence.num_prompt_tokens + len(sequence.output)
+                sequence.output += tokens[known:].tolist()
                 sequence.corpus.update(tokens)
                 guess = self._guess(sequence, tokens, len(tokens), self._limits)
                 sequence.probabilities = guess.probabilities
