@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import combinations, product
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -143,18 +146,39 @@ def found(request, tmp_path_factory):
     return run(tmp_path_factory.mktemp("ranks"), _everything, request.param)
 
 
+def in_order(size, shape, dtype):
+    """The sum of all ranks' parts."""
+    expected = part(0, shape, dtype).float()
+    for other in range(1, size):
+        expected = expected + part(other, shape, dtype).float()
+    return expected.to(dtype)
+
+
 def test_sums_are_those_of_float32_in_the_order_of_ranks(found):
     cases = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     for rank, one in enumerate(found):
         for (dtype, shape), result in zip(cases, one["sums"], strict=True):
-            expected = part(0, shape, dtype).float()
-            for other in range(1, len(found)):
-                expected = expected + part(other, shape, dtype).float()
-            assert result == expected.to(dtype).view(torch.uint8).numpy().tobytes(), (
+            expected = in_order(len(found), shape, dtype)
+            assert result == expected.view(torch.uint8).numpy().tobytes(), (
                 rank,
                 dtype,
                 shape,
             )
+
+
+def test_sums_over_sockets_are_those_of_float32_in_the_order_of_ranks():
+    """Of three ranks: those of two are the same in any order."""
+    peers = [{}, {}, {}]
+    for one, other in combinations(range(3), 2):
+        peers[one][other], peers[other][one] = socket.socketpair()
+    ranks = [SocketGroup(rank, 3, peers[rank]) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for dtype, shape in product(DTYPES, SHAPES[:-1]):
+            parts = [part(rank, shape, dtype) for rank in range(3)]
+            for found in threads.map(SocketGroup.all_reduce, ranks, parts):
+                assert torch.equal(found, in_order(3, shape, dtype)), (dtype, shape)
+    for group in ranks:
+        group.close()
 
 
 def test_what_is_no_plain_number_is_added_too_and_other_dtypes(found):
