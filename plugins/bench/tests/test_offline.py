@@ -53,6 +53,17 @@ def test_throughput_of_texts_and_its_table(bench, tmp_path):
     assert "tiny: median of 1 runs" in out and "output tokens per second" in out
 
 
+def test_throughput_with_drafts(bench):
+    """Greedy answers of tiny repeat themselves sooner or later."""
+    flags = ["--input-len", 5, "--output-len", 100, "--max-model-len", 128, "--num-prompts", 2]
+    flags += ["--warmup", 0, "--repeats", 1, "--temperature", 0, "--ignore-eos"]
+    code, out, err = bench("throughput", "tiny", *flags, "--drafter", "ngram")
+    assert code == 0, err
+    assert "accepted drafts per draft" in out and "output tokens per step" in out
+    code, out, err = bench("throughput", "tiny", *flags)
+    assert code == 0 and "draft" not in out, err
+
+
 def test_latency(bench):
     flags = ["--batch-size", 2, "--repeats", 3, "--percentiles", "0,100"]
     code, out, err = bench("latency", "tiny", *SMALL, *flags, "--json")
