@@ -3,7 +3,7 @@ file, of a class and of a function, methods of a class, columns of a line.
 
 usage: python tests/budgets.py
 
-Comments, docstrings, ends of lines and indentation are no tokens. A text that stands alone as a
+Comments, docstrings, ends of lines and indentation do not count. A text that stands alone as a
 statement is a docstring.
 """
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "toolkit_lm"
 SOURCES = ("core/src", "libs/*/src", "plugins/*/src", "contrib_*/*/src")
 
-CORE_TOKENS = 151_800
+CORE_TOKENS = 152_000
 """Tokens that core may have. Tokens, since a budget of lines pays for dense ones."""
 LINE_TOKENS = 8.5
 """Tokens that a line of core may have, in the mean over all lines that have any."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from toolkit_lm.messages import ScheduledSequence, StepPlan
-from toolkit_lm.scheduler.draft_budget import Acceptance, DraftBudget, StepTimes
+from toolkit_lm.scheduler.draft_budget import Acceptance, DraftBudget, DraftingFacts, StepTimes
 
 MEMORY_BOUND = [(1, 0, 1.0), (1, 7, 1.15), (16, 0, 1.2), (16, 7, 3.0), (64, 0, 2.0), (64, 7, 9.0)]
 
@@ -63,7 +63,7 @@ def cost(rows, drafts, asking, *, noise=0.0):
 @pytest.mark.parametrize("points", [MEMORY_BOUND, []], ids=["measured", "unmeasured"])
 def test_it_does_not_lose(num_rows, acceptance, points):
     random.seed(num_rows)
-    budget = DraftBudget(points)
+    budget = DraftBudget(DraftingFacts(points))
     running = requests(num_rows)
     total = [0.0, 0]
     for _ in range(600):
@@ -83,7 +83,7 @@ def test_it_does_not_lose(num_rows, acceptance, points):
 
 def test_it_follows_a_text_that_changes():
     random.seed(1)
-    budget = DraftBudget(MEMORY_BOUND)
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND))
     running = requests(1)
     rates = []
     for acceptance in (0.95, 0.0, 0.95):
@@ -100,7 +100,7 @@ def test_it_follows_a_text_that_changes():
 
 
 def test_rows_that_are_accepted_keep_their_drafts_and_others_lose_them():
-    budget = DraftBudget(MEMORY_BOUND)
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND))
     running = requests(16)
 
     def seconds_of(rows, drafts, asking):
@@ -115,7 +115,7 @@ def test_rows_that_are_accepted_keep_their_drafts_and_others_lose_them():
 
 
 def test_forced_drafts_are_kept_and_say_nothing_of_drafters():
-    budget = DraftBudget(MEMORY_BOUND)
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND))
     running = requests(2)
     kept = [step(budget, running, lambda _: True, cost, forced=(0, 1))[2] for _ in range(20)]
     assert kept[1:] == [8] * 19
@@ -123,7 +123,7 @@ def test_forced_drafts_are_kept_and_say_nothing_of_drafters():
 
 
 def test_steps_without_drafts_are_planned_ahead():
-    budget = DraftBudget(MEMORY_BOUND)
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND))
     running = requests(4)
     found = []
     for _ in range(300):
@@ -131,6 +131,16 @@ def test_steps_without_drafts_are_planned_ahead():
         found.append((budget.is_asking, running[0].needs_tokens))
     assert (False, False) in found and (True, True) in found
     assert sum(asking for asking, _ in found) < 30
+
+
+def test_a_drafter_that_must_see_each_step_is_always_asked():
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND, rests=False))
+    running = requests(4)
+    drafts = []
+    for _ in range(60):
+        drafts.append(step(budget, running, lambda _: False, cost)[2])
+        assert budget.is_asking and running[0].needs_tokens
+    assert sum(drafts[20:]) < 20, "what is never accepted is not verified"
 
 
 def test_all_drafts_are_verified_where_no_budget_is_wanted():

@@ -9,6 +9,7 @@ import torch
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import PluginWarning
+from toolkit_lm.scheduler.draft_budget import DraftBudget
 from toolkit_lm_devkit import DraftModelConformance
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,6 +88,24 @@ def test_its_dtype_and_quantization_are_its_own(target, tokens, tmp_path):
     options = {"own": ["drafters.quantization=int8"], "kernels": "torch"}
     with start(target, write(tmp_path), **options) as llm:
         assert tokens_of(llm) == tokens
+
+
+def test_tokens_that_it_missed_while_it_rested_are_computed_later(target, tokens, monkeypatch):
+    """A draft model that is the target is right again in the first step that asks it."""
+    asked = []
+
+    def begin_step(budget, running):
+        # Not in the prompt's step, nor in the first ones after it.
+        asked.append(None)
+        budget.is_asking = len(asked) > 5
+
+    monkeypatch.setattr(DraftBudget, "begin_step", begin_step)
+    monkeypatch.setattr(DraftBudget, "observe", lambda *_: None)
+    with start(target, target, max_num_batched_tokens=8, max_num_seqs=4) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == tokens
+    assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens >= 4
 
 
 def test_a_draft_that_is_not_finite_drops_the_drafter(target, tokens, tmp_path):

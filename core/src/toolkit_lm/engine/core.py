@@ -30,6 +30,7 @@ from toolkit_lm.messages import (
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.scheduler import Planners, Scheduler, load_event, load_policy
+from toolkit_lm.scheduler.draft_budget import DraftingFacts
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,9 @@ class EngineCore:
             whole_items=self.whole_items,
             planners=Planners.make(config, plugins, facts),
             tiers=self._make_tiers(plugins),
-            step_times=msgspec.msgpack.decode(facts["drafter"]) if "drafter" in facts else (),
+            drafting=msgspec.msgpack.decode(facts["drafter"], type=DraftingFacts)
+            if "drafter" in facts
+            else None,
         )
 
     def _make_tiers(self, plugins: Plugins) -> dict[str, KVTier]:

@@ -94,7 +94,8 @@ class DraftingPart(StepPart):
         return self._merged("layer", lambda drafter: drafter.layers())
 
     def facts(self) -> Raw:
-        return Raw(msgpack.encode(self.step_times))
+        rests = all(drafter.rests for drafter in self._drafters.values())
+        return Raw(msgpack.encode((self.step_times, rests)))
 
     def reserved_bytes(self) -> int:
         return sum(drafter.reserved_bytes() for drafter in self._drafters.values())
@@ -144,7 +145,10 @@ class DraftingPart(StepPart):
     ) -> None:
         """Adds drafts to a step's result. Drafters get copies, and arrays that they cannot write
         to."""
-        if not self._drafters or not inputs.plan.asks_drafters:
+        if not self._drafters:
+            return
+        if not inputs.plan.asks_drafters:
+            self._each(lambda drafter: drafter.skip(inputs))
             return
         history = inputs.histories.token_ids
         history.flags.writeable = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence as Collection
+from typing import NamedTuple
 
 from toolkit_lm.messages import ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.request import Request, Sequence
@@ -32,6 +33,18 @@ _LONGEST_PAUSE = 4096
 """Steps without drafts between two tries."""
 _PLAIN = -1
 """Class of steps for which no drafter is asked. Others: 0, no drafts; and by drafts of a row."""
+
+
+class DraftingFacts(NamedTuple):
+    """Facts of the worker's drafters."""
+
+    step_times: list[Point] = []
+    """Decode steps that were measured at the start."""
+    rests: bool = True
+    """Steps may go by for which no drafter is asked."""
+
+
+_UNKNOWN = DraftingFacts()
 
 
 class StepTimes:
@@ -96,7 +109,7 @@ class Acceptance:
         row = self.rows.setdefault(seq_id, [0.0, 0.0])
         row[0] *= 0.8
         row[1] *= 0.8
-        # What follows a rejected draft was not tried.
+        # Drafts behind a rejected one were not tried.
         for position in range(min(num_drafts, num_accepted + 1)):
             is_accepted = position < num_accepted
             row[0] += is_accepted
@@ -133,13 +146,18 @@ class DraftBudget:
     """Decides for each step whether drafters are asked, and how many drafts are verified."""
 
     def __init__(
-        self, points: Collection[Point] = (), *, all_drafts: bool = False, overlaps: bool = True
+        self,
+        facts: DraftingFacts = _UNKNOWN,
+        *,
+        all_drafts: bool = False,
+        overlaps: bool = True,
     ) -> None:
-        """`points`: steps that were measured at the start. `all_drafts`: each draft is verified.
-        `overlaps`: sampled tokens stay on the worker if no drafts follow."""
-        self.times = StepTimes(points)
+        """`all_drafts`: each draft is verified. `overlaps`: sampled tokens stay on the worker if no
+        drafts follow."""
+        self.times = StepTimes(facts.step_times)
         self.acceptance = Acceptance()
-        self.is_asking = all_drafts
+        self._rests = facts.rests
+        self.is_asking = all_drafts or not facts.rests
         """Drafters are asked in this step."""
         self._all = all_drafts
         self._forced: set[int] = set()
@@ -164,7 +182,11 @@ class DraftBudget:
         sequences = [seq for request in running for seq in request.unfinished]
         if not self.is_asking and self._left <= 0 and sequences:
             self._ask()
-        elif self.is_asking and self.times.num_plain(len(sequences) or 1) < _CALIBRATING:
+        elif (
+            self._rests
+            and self.is_asking
+            and self.times.num_plain(len(sequences) or 1) < _CALIBRATING
+        ):
             self._rest(_CALIBRATING)
         if self._overlaps:
             for request in running:
@@ -217,7 +239,7 @@ class DraftBudget:
 
     def _compare(self, rows: int) -> None:
         """Stops asking if steps without drafts give more tokens per second."""
-        if not self.is_asking or self._num_tried < _PROBING:
+        if not (self._rests and self.is_asking) or self._num_tried < _PROBING:
             return
         plain = rows / self.times.predict(rows, 0, plain=True)
         if self._tokens / self._seconds >= plain:
@@ -267,8 +289,11 @@ def _counts(most: int) -> list[int]:
 
 def _cell(rows: int, num_drafts: int, plain: bool) -> tuple[int, int]:
     """Cell of a step: by the size of the batch, and the drafts of a row."""
-    each = num_drafts / rows
-    kind = _PLAIN if plain else 0 if not num_drafts else 1 + max(0, math.ceil(math.log2(each)))
+    kind = 0
+    if plain:
+        kind = _PLAIN
+    elif num_drafts:
+        kind = 1 + max(0, math.ceil(math.log2(num_drafts / rows)))
     return round(2 * math.log2(rows)), kind
 
 

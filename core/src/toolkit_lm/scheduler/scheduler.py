@@ -23,7 +23,7 @@ from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
-from toolkit_lm.scheduler.draft_budget import DraftBudget, Point
+from toolkit_lm.scheduler.draft_budget import DraftBudget, DraftingFacts
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.endings import Endings
 from toolkit_lm.scheduler.event_log import EventLog
@@ -60,11 +60,11 @@ class Scheduler:
         whole_items: bool = False,
         planners: Planners | None = None,
         tiers: Mapping[str, KVTier] = MappingProxyType({}),
-        step_times: Collection[Point] = (),
+        drafting: DraftingFacts | None = None,
     ) -> None:
         """`salt`: salt of all hashes of cached prefixes. `whole_items`: no chunk ends inside a
         multimodal item. `planners`: planners of plugins' parts. `tiers`: KV tiers, by name.
-        `step_times`: times of steps that were measured at the start."""
+        `drafting`: facts of the worker's drafters."""
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.policy = policy
@@ -94,7 +94,7 @@ class Scheduler:
         drafts = config.scheduler
         self.draft_budget = (
             DraftBudget(
-                step_times,
+                drafting or DraftingFacts(),
                 all_drafts=drafts.draft_budget == "all",
                 overlaps=config.parallel.pipeline_parallel_size == 1,
             )

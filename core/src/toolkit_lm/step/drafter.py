@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +27,9 @@ class Drafter(StepPart):
     """
 
     ranks = "last_stage"
+    rests: ClassVar[bool] = True
+    """Steps may go by without `finish`, where drafts do not pay: what the drafter misses, it does
+    without or computes later. Only `skip` is then called."""
 
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:
@@ -43,6 +47,9 @@ class Drafter(StepPart):
         before it are. None: unknown. The engine compares several drafters by it, and corrects it by
         what it observes. Only called if there are several."""
         return None
+
+    def skip(self, inputs: StepInputs) -> None:  # most have nothing to do
+        """A step was computed for which no drafts are wanted, in place of `finish`."""
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun

@@ -17,7 +17,12 @@ from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, expanded
 
 
 class DraftModelDrafter(ModelDrafter):
-    """A model of its own checkpoint. Its vocabulary is the target's, or the first tokens of it."""
+    """A model of its own checkpoint. Its vocabulary is the target's, or the first tokens of it.
+
+    It rests where drafts do not pay: tokens that it has missed are computed when it is asked again.
+    """
+
+    rests = True
 
     def __init__(
         self, model: nn.Module, config: VllmConfig, device: torch.device, **own: Any

@@ -35,6 +35,7 @@ class ModelDrafter(Drafter):
     the model's. The next step overwrites the entries of rejected drafts.
     """
 
+    rests = False
     offset: ClassVar[int] = 0
     """0: entry i reads token i. 1: entry i reads token i + 1, and the hidden state of token i."""
     num_heads: int = 1
@@ -47,6 +48,8 @@ class ModelDrafter(Drafter):
         super().__init__(*arguments, **own)
         self.num_drafts: int = self.options.num_drafts
         self.lookahead = self.num_drafts
+        self._missed: dict[int, int] = {}
+        """First entry of each sequence that no step has computed, by seq_id."""
 
     @abstractmethod
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
@@ -67,6 +70,13 @@ class ModelDrafter(Drafter):
         found = (module for module in self.network.modules() if isinstance(module, CacheLayer))
         return {layer.prefix: layer for layer in found}
 
+    def remove(self, seq_id: int) -> None:
+        self._missed.pop(seq_id, None)
+
+    def skip(self, inputs: StepInputs) -> None:
+        for row, start in zip(inputs.plan.scheduled, inputs.starts.tolist(), strict=True):
+            self._missed.setdefault(row.seq_id, start)
+
     def propose(self, token_ids: np.ndarray) -> list[int]:
         """Drafts nothing, since `finish` drafts for all sequences together."""
         return []
@@ -84,6 +94,9 @@ class ModelDrafter(Drafter):
         if not len(rows):
             return
         start = inputs.starts[rows]
+        for place, row in enumerate(rows.tolist() if self._missed else ()):
+            seq_id = inputs.plan.scheduled[row].seq_id
+            start[place] = self._missed.pop(seq_id, int(start[place]))
         counts = ends[rows] - start
         known = known[rows]
         lines = [
