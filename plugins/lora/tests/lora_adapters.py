@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_devkit import make_checkpoint
 from toolkit_lm_lora.front import LoRARequest
 from transformers import (
     GPT2Config,
@@ -123,7 +124,7 @@ class Adapters:
         kind, config = FAMILIES[family]
         torch.manual_seed(1)
         self.checkpoint = folder / "base"
-        kind(config).save_pretrained(self.checkpoint)
+        make_checkpoint(self.checkpoint, kind(config))
         # Its grouped product takes no float64.
         dtype = "float32" if family == "mixtral" else "float64"
         self._load = lambda dtype="float32": kind.from_pretrained(

@@ -140,6 +140,8 @@ def test_an_engine_without_adapters(adapters):
     ("own", "wrong"),
     [
         ({"modules": ["nothing"]}, "'nothing' is not NAME=PATH"),
+        ({"modules": "a=x, nothing"}, "'a': there is no folder 'x'"),
+        ({"modules": "[1]"}, "option modules: Expected `str`"),
         ({"modules": ["name=/nowhere"]}, "adapter 'name': there is no folder '/nowhere'"),
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"max_adapters": 0}, "max_adapters"),

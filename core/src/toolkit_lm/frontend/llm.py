@@ -112,15 +112,17 @@ class LLM(PoolingMixin):
         """
         many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(many))
-        if none:
-            each, others = self._with_keywords(each, none)
+        contexts, others = self._contexts(none, len(many))
+        if others:
             check_names(self.generate, others)
         priorities = _each(0 if priority is None else priority, "priority", len(many))
         salts = _each(cache_salt, "cache_salt", len(many))
         prepare = self.engine.processor.prepare
         prepared = [
-            prepare(self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt))
-            for p, s, n, salt in zip(many, each, priorities, salts, strict=True)
+            prepare(
+                self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt, context=context)
+            )
+            for p, s, n, salt, context in zip(many, each, priorities, salts, contexts, strict=True)
         ]
         return self._run(prepared, use_tqdm, progress)
 
@@ -144,15 +146,17 @@ class LLM(PoolingMixin):
         )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        each, named = self._with_keywords(
-            each,
+        contexts, named = self._contexts(
             {name: value for name, value in render_options.items() if value not in (None, "auto")},
+            len(conversations),
         )
         salts = _each(cache_salt, "cache_salt", len(conversations))
         try:
             prepared = [
-                prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **named)
-                for c, s, salt in zip(conversations, each, salts, strict=True)
+                prepare(
+                    self._next_id(), c, s, RequestOptions(cache_salt=salt, context=context), **named
+                )
+                for c, s, salt, context in zip(conversations, each, salts, contexts, strict=True)
             ]
         except RequestError as error:
             if error.param in named:
@@ -161,25 +165,24 @@ class LLM(PoolingMixin):
             raise
         return self._run(prepared, use_tqdm, progress)
 
-    def _with_keywords(
-        self, each: list[SamplingParams], given: Mapping[str, Any]
-    ) -> tuple[list[SamplingParams], dict[str, Any]]:
-        """Adds the keywords of plugins' parts to the parameters of each request. Returns the other
-        keywords, too."""
+    def _contexts(
+        self, given: Mapping[str, Any], count: int
+    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """Returns the context of each of `count` requests, from keywords of plugins' parts, and the
+        other keywords."""
+        contexts: list[dict[str, str]] = [{} for _ in range(count)]
         others = {}
         for name, value in given.items():
             found = [
                 {} if one is None else self.engine.processor.parts.keyword(name, one)
-                for one in _each(value, name, len(each))
+                for one in _each(value, name, count)
             ]
             if None in found:
                 others[name] = value
-                continue
-            each = [
-                params.replace(extra_args={**(params.extra_args or {}), **(own or {})})
-                for params, own in zip(each, found, strict=True)
-            ]
-        return each, others
+            else:
+                for context, own in zip(contexts, found, strict=True):
+                    context.update(own or {})
+        return contexts, others
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -34,9 +34,9 @@ class RequestHalf:
         """
         return None, []
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
-        """Returns the request parameters that a keyword of `LLM.generate` or `LLM.chat` stands for,
-        by name; None: the half has no such keyword. Raises RequestError."""
+    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
+        """Returns what a keyword of `LLM.generate` or `LLM.chat` adds to the request's context,
+        which `prepare` reads. None: the half has no such keyword. Raises RequestError."""
         return None
 
 
@@ -53,7 +53,7 @@ class RequestParts:
             for entry in plugins.parts.used("request", config)
         }
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
+    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
         """As `RequestHalf.keyword`, of the first half that has it."""
         found = (half.keyword(name, value) for half in self.by_name.values())
         return next((given for given in found if given is not None), None)

@@ -3,11 +3,16 @@ it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from toolkit_lm_server.plugin_routes import OpenAIApi
+    from toolkit_lm_serving.engine import ServingEngine
 
 
 class Options(Struct, frozen=True):
@@ -15,8 +20,8 @@ class Options(Struct, frozen=True):
 
     enabled: bool = False
     """Requests may name adapters."""
-    modules: list[str] = []
-    """Adapters of the start: NAME=PATH."""
+    modules: list[str] | str = []
+    """Adapters of the start: a list of NAME=PATH; also in JSON, or with commas."""
     folder: str | None = None
     """Folder whose folders are adapters, by their names."""
     max_adapters: Annotated[int, Meta(ge=1)] = 8
@@ -61,3 +66,10 @@ def toolkit_register_parts(parts: PartRegistry) -> None:
         request="toolkit_lm_lora.enabled:Refusing",
         for_model="toolkit_lm_lora.enabled:is_disabled",
     )
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
+    from toolkit_lm_lora.routes import add_routes
+
+    add_routes(router, engine, api)

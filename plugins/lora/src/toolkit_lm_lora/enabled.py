@@ -41,7 +41,7 @@ class Refusing(RequestHalf):
             raise RequestError(_OFF, named[0])
         return None, []
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
+    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
         if name == "lora_request":
             raise RequestError(_OFF, name)
         return None

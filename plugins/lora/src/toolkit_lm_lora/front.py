@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Raw, Struct, msgpack
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
 
-from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.files import CONFIG, AdapterFolder
 from toolkit_lm_lora.share import Use
+
+ADAPTER = "lora.adapter"
+"""Key of a request's context: the name of its adapter, which was given as the model."""
 
 
 class LoRARequest(Struct, kw_only=False):
@@ -55,7 +59,7 @@ class LoraRequests(RequestHalf):
         self.adapters: dict[str, Registered] = {}
         """By name."""
         self._served = {config.model.model, *config.served_model_names}
-        for entry in options.modules:
+        for entry in _listed(options.modules):
             name, found, path = entry.partition("=")
             if not found or not name or not path:
                 raise ConfigError(f"plugin lora: option modules: {entry!r} is not NAME=PATH.")
@@ -64,21 +68,45 @@ class LoraRequests(RequestHalf):
             folder = Path(options.folder)
             if not folder.is_dir():
                 raise ConfigError(f"plugin lora: option folder: there is no folder {folder}.")
-            for path in sorted(folder.glob("*/adapter_config.json")):
+            for config_file in sorted(folder.glob("[!.]*/adapter_config.json")):
+                found_folder = config_file.parent
                 self.adapters.setdefault(
-                    path.parent.name, Registered(path.parent.name, str(path.parent))
+                    found_folder.name, Registered(found_folder.name, str(found_folder))
                 )
 
     def register(self, name: str, path: str) -> Registered:
         """Adds an adapter, or puts it in the place of the one with its name. Raises ConfigError for
         a name of the model's, or a folder that is none."""
+        made = self.made(name, path)
+        self.add(made)
+        return made
+
+    def add(self, made: Registered) -> None:
+        """Adds an adapter, or puts it in the place of the one with its name."""
+        self.adapters = {**self.adapters, made.name: made}
+
+    def resolve(self, name: str) -> Registered | None:
+        """The adapter of that name; None: there is none. One that came into the folder of the
+        options meanwhile is registered."""
+        known = self.adapters.get(name)
+        folder = self.options.folder
+        if known is None and folder is not None and name[:1] not in ("", "."):
+            path = Path(folder) / name
+            if (
+                name not in self._served
+                and path.parent == Path(folder)
+                and (path / CONFIG).is_file()
+            ):
+                known = self.register(name, str(path))
+        return known
+
+    def made(self, name: str, path: str) -> Registered:
+        """An adapter that is not registered yet. Raises ConfigError as `register` does."""
         if name in self._served:
             raise ConfigError(f"adapter {name!r}: the model has this name.")
         if not Path(path).is_dir():
             raise ConfigError(f"adapter {name!r}: there is no folder {path!r}.")
-        made = Registered(name, path)
-        self.adapters = {**self.adapters, name: made}
-        return made
+        return Registered(name, path)
 
     def unregister(self, name: str) -> None:
         """Forgets a name. Requests that run go on. Raises RequestError for an unknown one."""
@@ -86,13 +114,13 @@ class LoraRequests(RequestHalf):
         self.adapters = {key: one for key, one in self.adapters.items() if key != name}
 
     def _find(self, name: str, param: str) -> Registered:
-        known = self.adapters
-        if name not in known:
-            raise RequestError(f"there is no adapter {name!r}. {nearest(name, known)}", param)
-        return known[name]
+        if (known := self.resolve(name)) is None:
+            near = nearest(name, self.adapters)
+            raise RequestError(f"there is no adapter {name!r}. {near}", param)
+        return known
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, Any] | None:
-        """The parameters of vLLM's `lora_request`, whose adapter is registered."""
+    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
+        """The context of vLLM's `lora_request`, whose adapter is registered."""
         if name != "lora_request":
             return None
         lora_name = getattr(value, "lora_name", None)
@@ -105,14 +133,15 @@ class LoraRequests(RequestHalf):
                 self.register(lora_name, lora_path)
             except ConfigError as error:
                 raise RequestError(str(error), name) from error
-        return {"adapter": lora_name}
+        return {ADAPTER: lora_name}
 
     def prepare(
         self, request: EngineRequest, arguments: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
         wanted: dict[str, float] = {}
-        if (name := arguments.get("adapter")) is not None:
-            wanted[name] = 1.0
+        for name in (arguments.get("adapter"), request.context.get(ADAPTER)):
+            if name is not None:
+                wanted[name] = 1.0
         for entry in arguments.get("adapters") or ():
             its, scale = self._checked(entry)
             if its in wanted:
@@ -152,3 +181,14 @@ class LoraRequests(RequestHalf):
                 "adapters",
             )
         return Use(folder.digest, scale, name, str(folder.path))
+
+
+def _listed(modules: list[str] | str) -> list[str]:
+    if not isinstance(modules, str):
+        return modules
+    if not modules.startswith("["):
+        return [entry.strip() for entry in modules.split(",")]
+    try:
+        return msgspec.json.decode(modules, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"plugin lora: option modules: {error}.") from error

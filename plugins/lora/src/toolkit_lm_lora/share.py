@@ -14,6 +14,13 @@ class Use(Struct, array_like=True, frozen=True):
     path: str
 
 
+class Reading(Struct, frozen=True):
+    """An adapter that workers are asked to read."""
+
+    digest: str
+    path: str
+
+
 class Order(Struct, array_like=True):
     """From the planner to the workers."""
 

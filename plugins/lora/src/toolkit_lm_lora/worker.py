@@ -14,14 +14,14 @@ from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ToolkitError
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model import LinearBase, Rows
-from toolkit_lm.step import StepInputs, StepPart, StepRun
+from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
 from torch import Tensor
 
 from toolkit_lm_lora.files import AdapterFolder
 from toolkit_lm_lora.method import Group, LoraEmbedding, LoraMethod, Product
 from toolkit_lm_lora.modules import Replacement
 from toolkit_lm_lora.names import Names
-from toolkit_lm_lora.share import Order, Report, Use
+from toolkit_lm_lora.share import Order, Reading, Report, Use
 from toolkit_lm_lora.weights import Adapter, Reader
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,17 @@ class LoraPart(StepPart):
             return None
         self._told = Report([*report.held], dict(report.failed))
         return Raw(msgpack.encode(report))
+
+    @worker_method
+    def read(self, reading: Reading) -> list[str]:
+        """Begins to read an adapter. Returns "reading", "read", or "failed" and the error."""
+        digest = reading.digest
+        if digest not in self._held and digest not in self._loading:
+            if (why := self._failed.pop(digest, None)) is not None:
+                return ["failed", why]
+            self._loading[digest] = self._pool.submit(self._read, digest, reading.path)
+        self._collect()
+        return ["read" if digest in self._held else "reading", ""]
 
     def _read(self, digest: str, path: str) -> Adapter:
         folder = AdapterFolder(path)

@@ -46,7 +46,7 @@ from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.chat_batch import ChatBatchBody
 from toolkit_lm_server.completions import CompletionBody, Completions
 from toolkit_lm_server.embeddings import Embeddings
-from toolkit_lm_server.engines import Engines, Models, by_model
+from toolkit_lm_server.engines import ByModel, Engines, by_engine
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.infill import Infill, InfillBody
@@ -131,8 +131,9 @@ class Load:
 class Served:
     """Handlers that list the served models."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ByModel[Any]) -> None:
         self._models = models
+        self._aliases = models.aliases
         self._created = int(time.time())
         self._permission = _PERMISSION | {
             "id": f"modelperm-{uuid.uuid4().hex}",
@@ -143,7 +144,7 @@ class Served:
         """The models that are served."""
         return {
             "object": "list",
-            "data": [self._card(name) for name in self._models if name is not None],
+            "data": [self._card(name) for name in (*self._models, *self._aliases.names()) if name],
         }
 
     async def model(self, model: str) -> dict[str, Any]:
@@ -151,14 +152,16 @@ class Served:
         return self._card(model)
 
     def _card(self, name: str) -> dict[str, Any]:
-        config = self._models[name].config
+        model = self._models[name]
+        config = model.config
+        alias = None if name in self._models else self._aliases.find(name)
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "toolkit-lm",
-            "root": config.model.model,
-            "parent": None,
+            "root": config.model.model if alias is None else alias.root,
+            "parent": None if alias is None else self._models[None].served_model_name,
             "max_model_len": config.max_model_len,
             "sampling_defaults": config.sampling_defaults,
             "permission": [self._permission],
@@ -190,7 +193,7 @@ def create_router(
     accounts = None if keys is None else keys.accounts
     asked = None if metrics is None else metrics.asked
     serving: ServingEngine = BudgetedLLM(engine, budget, accounts, asked)
-    engines = by_model(serving)
+    engines = by_engine(serving)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
     tokens = Tokens(engines)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar
+from typing import TypeVar, cast
 
 from toolkit_lm_serving.engine import ServedModel, ServingEngine
 
+from toolkit_lm_server.aliases import Aliases, Under, engine_under
 from toolkit_lm_server.errors import ApiError, printable
 
 T = TypeVar("T")
@@ -14,15 +15,29 @@ U = TypeVar("U")
 ModelT = TypeVar("ModelT", bound=ServedModel)
 
 
+_MOST_NAMES = 50
+"""Most names that an error lists."""
+
+
 class ByModel(dict[str | None, T]):
     """A value for each served model, by each of the model's names. The key None is for requests
     that name no model.
 
-    A model that is not served raises ApiError (404).
+    An alias has what the default model has. A model that is not served raises ApiError (404).
     """
 
-    def __missing__(self, name: str | None) -> NoReturn:
-        served = ", ".join(repr(name) for name in self if name is not None)
+    aliases = Aliases()
+    """Further names, which plugins' routes bring."""
+    _under: Under | None = None
+
+    def __missing__(self, name: str | None) -> T:
+        if name is not None and (alias := self.aliases.find(name)) is not None:
+            own = self[None]
+            return own if self._under is None else cast(T, self._under(own, name, alias))
+        names = (*filter(None, self), *self.aliases.names())
+        served = ", ".join(map(repr, names[:_MOST_NAMES]))
+        if len(names) > _MOST_NAMES:
+            served += f" and {len(names) - _MOST_NAMES} more"
         raise ApiError(
             404,
             f"The model {printable(name or '')!r} does not exist. This server has {served}.",
@@ -30,10 +45,16 @@ class ByModel(dict[str | None, T]):
             code="model_not_found",
         )
 
+    def set_under(self, under: Under) -> None:
+        """Sets what an alias has, made of what the default model has."""
+        self._under = under
+
     def each(self, make: Callable[[T], U]) -> ByModel[U]:
         """The values that `make` gives, under the same names. It is called once for each value."""
         made = {id(engine): make(engine) for engine in self.values()}
-        return ByModel((name, made[id(engine)]) for name, engine in self.items())
+        each = ByModel((name, made[id(engine)]) for name, engine in self.items())
+        each.aliases = self.aliases
+        return each
 
 
 Models = Mapping[str | None, ServedModel]
@@ -47,4 +68,12 @@ def by_model(*models: ModelT) -> ByModel[ModelT]:
         for name in (*model.config.served_model_names, model.served_model_name):
             found.setdefault(name, model)
     found[None] = models[0]
+    found.aliases = Aliases()
+    return found
+
+
+def by_engine(engine: ServingEngine) -> Engines:
+    """The engine by its names. Plugins may add aliases."""
+    found = by_model(engine)
+    found.set_under(engine_under)
     return found

@@ -25,8 +25,8 @@ HOOK = "toolkit_register_routes"
 SHIPPED = ("anthropic", "cohere", "ollama")
 """Plugins whose routes are served where they are loaded, unless the option `routes` lists
 others."""
-OF_MODELS = ("transcription",)
-"""Shipped plugins that add routes only where the served model suits them."""
+OF_MODELS = ("lora", "transcription")
+"""Shipped plugins that add routes only where the served model, or the engine, suits them."""
 
 Lifespan = Callable[[], AbstractAsyncContextManager[object]]
 """The lifespan of a plugin's routes."""
