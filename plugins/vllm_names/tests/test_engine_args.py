@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 import toolkit_lm
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm_vllm_names import (
     LLM,
     AsyncEngineArgs,
@@ -187,7 +187,7 @@ class TestLLM:
             "chat_template_content_format": "auto",
         }
         llm.chat(conversation, SamplingParams(max_tokens=1), use_tqdm=False, **neutral)
-        with pytest.raises(TypeError, match=r"LLM.generate\(\) takes no 'lora_request'"):
+        with pytest.raises(RequestError, match="this engine has no adapters"):
             llm.generate("a", lora_request="adapter")
 
     def test_options_of_requests_that_ask_for_nothing(self, llm):

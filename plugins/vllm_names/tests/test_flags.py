@@ -29,6 +29,11 @@ KNOWN = ["--port", "--max-model-len", "--served-model-name", "--dtype", "--enabl
         ("tiny --disable-log-stats --nobody-has-it 1", "tiny --nobody-has-it 1"),
         ("tiny --enable-lora false --skip-tokenizer-init true", "tiny --renderer tokens"),
         (
+            "tiny --enable-lora --lora-modules a=x b=y --max-loras 2",
+            'tiny --plugin-option lora.enabled=True --plugin-option lora.modules=["a=x","b=y"] '
+            "--plugin-option lora.max_adapters=2",
+        ),
+        (
             "tiny --guided-decoding-backend guidance -O3",
             "tiny --plugin-option structured_output.backend=llguidance --optimization-level 3",
         ),
@@ -65,8 +70,8 @@ def test_a_commands_own_flag_means_what_the_command_says():
 
 def test_a_flag_without_its_value_is_left_to_the_parser():
     assert translate_flags(["--swap-space"], KNOWN) == []
-    with pytest.raises(ConfigError, match="'enable_lora' cannot be True here"):
-        translate_flags(["tiny", "--enable-lora"], KNOWN)
+    with pytest.raises(ConfigError, match="'enable_prompt_adapter' cannot be True here"):
+        translate_flags(["tiny", "--enable-prompt-adapter"], KNOWN)
 
 
 def test_the_command_line_takes_them(capsys):
@@ -83,8 +88,8 @@ def test_the_command_line_takes_them(capsys):
     ]
     assert run([*words, "--json"]) == 0, capsys.readouterr().err
     assert '"float32"' in capsys.readouterr().out
-    assert run(["explain", "tiny", "--enable-lora"]) == 2
-    assert "Merge them into the checkpoint" in capsys.readouterr().err
+    assert run(["explain", "tiny", "--enable-prompt-adapter"]) == 2
+    assert "are chosen by requests" in capsys.readouterr().err
 
 
 def test_a_file_of_options_may_have_them(tmp_path, capsys):
@@ -92,16 +97,16 @@ def test_a_file_of_options_may_have_them(tmp_path, capsys):
     file.write_text("gpu-memory-utilization: 0.5\nenforce_eager: true\ndtype: float\nport: 8001\n")
     assert run(["explain", "tiny", "--config", str(file), "--json"]) == 0, capsys.readouterr().err
     assert '"float32"' in capsys.readouterr().out
-    file.write_text("enable_lora: true\n")
+    file.write_text("enable_prompt_adapter: true\n")
     assert run(["explain", "tiny", "--config", str(file)]) == 2
-    assert "Merge them into the checkpoint" in capsys.readouterr().err
+    assert "are chosen by requests" in capsys.readouterr().err
 
 
 class TestMigration:
     def test_a_line(self):
         found = migrate(
             "vllm serve org/model --port 8001 -tp 2 --gpu-memory-utilization 0.8 --enforce-eager "
-            "--enable-lora --max-model-len 32k "
+            "--enable-prompt-adapter --max-model-len 32k "
             "--served-model-name a b --dtype half --limit-mm-per-prompt '{\"image\": 2}' "
             "--swap-space 0 --no-enable-prefix-caching"
         )
@@ -111,7 +116,7 @@ class TestMigration:
             "--served-model-name a --served-model-name b --dtype float16 --limit-mm-per-prompt "
             "image=2 --no-enable-prefix-caching"
         )
-        assert [row.partition(":")[0] for row in found.left_out] == ["--enable-lora"]
+        assert [row.partition(":")[0] for row in found.left_out] == ["--enable-prompt-adapter"]
         assert [row.partition(":")[0] for row in found.needless] == [
             "--enforce-eager",
             "--swap-space 0",
@@ -136,9 +141,11 @@ class TestMigration:
             migrate(line)
 
     def test_the_command(self, capsys):
-        assert run(["migrate-vllm", "vllm serve tiny --enable-lora --enforce-eager"]) == 0
+        assert run(["migrate-vllm", "vllm serve tiny --enable-prompt-adapter --enforce-eager"]) == 0
         printed = capsys.readouterr().out
-        assert printed.startswith("toolkit serve tiny\n\nWithout an equivalent:\n  --enable-lora: ")
+        assert printed.startswith(
+            "toolkit serve tiny\n\nWithout an equivalent:\n  --enable-prompt-adapter: "
+        )
         assert "Not needed:\n  --enforce-eager: " in printed
         # Unquoted, after --.
         assert run(["migrate-vllm", "--", "vllm", "serve", "tiny", "--port", "3"]) == 0

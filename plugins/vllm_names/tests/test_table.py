@@ -111,6 +111,28 @@ TRANSLATED = [
     ({"middleware": "package.module.Class"}, {"middleware": ["package.module:Class"]}),
     (
         {
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": "64",
+            "max_cpu_loras": 5,
+            "lora_modules": ["a=x", '{"name": "b", "path": "y", "base_model_name": "c"}'],
+            "structured_outputs_config": {"backend": "xgrammar"},
+        },
+        {
+            "plugin_option": {
+                "lora": {
+                    "enabled": True,
+                    "max_adapters": 2,
+                    "max_rank": 64,
+                    "max_host_adapters": 5,
+                    "modules": ["a=x", "b=y"],
+                },
+                "structured_output": {"backend": "xgrammar"},
+            }
+        },
+    ),
+    (
+        {
             "data_parallel_size_local": 1,
             "cpu_offload_gb": 0,
             "enable_lora": False,
@@ -186,7 +208,11 @@ TRANSLATED = [
     ({"gpu_memory_utilization": 0.5, "kv_cache_memory": "1GiB"}, {"kv_cache_memory": "1GiB"}),
 ]
 REFUSED = [
-    ({"enable_lora": True}, r"'enable_lora' cannot be True here: adapters .* Merge them"),
+    (
+        {"enable_lora_bias": True},
+        r"'enable_lora_bias' cannot be True here: adapters .* by requests",
+    ),
+    ({"lora_modules": ['{"name": "a"}']}, "each needs a name and a path"),
     ({"data_parallel_size_local": 2}, "data_parallel_size"),
     ({"cpu_offload_gb": 1}, "stay on their device"),
     ({"hf_overrides": {"rope_theta": 1.0}}, "config.json"),

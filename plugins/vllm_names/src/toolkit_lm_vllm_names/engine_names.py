@@ -255,26 +255,24 @@ ENGINE: list[Name] = [
         "no model is spread so", "cp_kv_cache_interleave_size", "numa_bind_nodes", "numa_bind_cpus"
     ),
     *free("no model is spread so", "disable_nccl_for_dp_synchronization", is_switch=True),
-    *free(
-        "no adapters are loaded",
-        "max_loras",
-        "max_lora_rank",
+    *renamed("enable_lora", "plugin_option", values.adapters_on, "lora.enabled", is_switch=True),
+    *renamed("max_loras", "plugin_option", values.adapters("max_adapters"), "lora.max_adapters"),
+    *renamed("max_lora_rank", "plugin_option", values.adapters("max_rank"), "lora.max_rank"),
+    *renamed(
         "max_cpu_loras",
-        "lora_dtype",
-        "lora_extra_vocab_size",
+        "plugin_option",
+        values.adapters("max_host_adapters"),
+        "lora.max_host_adapters",
     ),
+    *free("adapters have the dtype of the model", "lora_dtype"),
+    *free("no adapter adds to the vocabulary", "lora_extra_vocab_size"),
     *free(
-        "no adapters are loaded",
+        "no prompt adapters are loaded",
         "max_prompt_adapters",
         "max_prompt_adapter_token",
         "long_lora_scaling_factors",
     ),
-    *free(
-        "no adapters are loaded",
-        "enable_tower_connector_lora",
-        "specialize_active_lora",
-        is_switch=True,
-    ),
+    *free("graphs are made for no number of adapters", "specialize_active_lora", is_switch=True),
     *free(
         "nothing is moved off its device",
         "kv_offloading_backend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -114,11 +115,15 @@ def _texts(value: Any) -> list[str]:
     """The values of a flag, which is given once for each of them."""
     if isinstance(value, dict):
         return [
-            f"{name}.{key}={value}"
+            f"{name}.{key}={_text(value)}"
             for name, fields in value.items()
             for key, value in fields.items()
         ]
     return [str(text) for text in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":")) if isinstance(value, list) else str(value)
 
 
 def _row(name: str) -> Name | None:

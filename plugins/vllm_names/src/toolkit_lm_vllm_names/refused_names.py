@@ -9,7 +9,7 @@ _ONE_DEVICE = (
     "pipeline_parallel_size or data_parallel_size."
 )
 _MASTER = "both are one option: master, HOST:PORT of node 0."
-NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
+_NO_SUCH_ADAPTERS = "adapters (LoRA) are chosen by requests, and are of language models' layers."
 _NO_OFFLOAD = "weights and caches stay on their device."
 _NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
 _CHECKPOINT = "put it into the config.json of a copy of the checkpoint's folder."
@@ -57,14 +57,14 @@ REFUSED: list[Name] = [
     *refused(_MASTER, "master_addr", neutral=("127.0.0.1",)),
     *refused(_MASTER, "master_port", neutral=(29501,)),
     *refused(
-        NO_ADAPTERS,
-        "enable_lora",
+        _NO_SUCH_ADAPTERS,
         "fully_sharded_loras",
         "enable_prompt_adapter",
         "enable_lora_bias",
+        "enable_tower_connector_lora",
         is_switch=True,
     ),
-    *refused(NO_ADAPTERS, "default_mm_loras", "lora_target_modules"),
+    *refused(_NO_SUCH_ADAPTERS, "default_mm_loras", "lora_target_modules"),
     *refused(_NO_OFFLOAD, "cpu_offload_gb", "cpu_offload_params", "kv_offloading_size"),
     *refused(_NO_OFFLOAD, "offload_group_size", "offload_params"),
     *refused(

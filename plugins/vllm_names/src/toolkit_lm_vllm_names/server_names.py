@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from toolkit_lm_vllm_names import values
 from toolkit_lm_vllm_names.name import Name, free, refused, renamed, same
-from toolkit_lm_vllm_names.refused_names import NO_ADAPTERS
 
 _CORS = ("origins", "methods", "headers")
 
@@ -150,7 +149,9 @@ SERVER: list[Name] = [
         of_server=True,
     ),
     *refused("the role is assistant.", "response_role", neutral=("assistant",), of_server=True),
-    *refused(NO_ADAPTERS, "lora_modules", of_server=True),
+    *renamed(
+        "lora_modules", "plugin_option", values.adapter_modules, "lora.modules", of_server=True
+    ),
     *refused(
         "one process serves; put several servers behind a proxy.",
         "api_server_count",

@@ -320,3 +320,26 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ValueError("it is a number.") from None
+
+
+def adapters(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Converter for an option of adapters."""
+    return lambda value: {"plugin_option": {"lora": {name: parsed(value)}}}
+
+
+def adapters_on(value: Any) -> dict[str, Any]:
+    """True, or False."""
+    return adapters("enabled")(True) if parsed(value) else {}
+
+
+def adapter_modules(value: Any) -> dict[str, Any]:
+    """NAME=PATH, or JSON with name and path, or several of them."""
+    modules = []
+    for entry in value if isinstance(value, list | tuple) else [value]:
+        found = parsed(entry)
+        if isinstance(found, Mapping):
+            if not {"name", "path"} <= found.keys():
+                raise ValueError("each needs a name and a path.")
+            found = f"{found['name']}={found['path']}"
+        modules.append(str(found))
+    return adapters("modules")(modules)
