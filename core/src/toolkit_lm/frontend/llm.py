@@ -166,16 +166,16 @@ class LLM(PoolingMixin):
         return self._run(prepared, use_tqdm, progress)
 
     def _contexts(
-        self, given: Mapping[str, Any], count: int
+        self, keywords: Mapping[str, Any], count: int
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
         """Returns the context of each of `count` requests, from keywords of plugins' parts, and the
         other keywords."""
         contexts: list[dict[str, str]] = [{} for _ in range(count)]
         others = {}
-        for name, value in given.items():
+        for name, value in keywords.items():
             found = [
-                {} if one is None else self.engine.processor.parts.keyword(name, one)
-                for one in _each(value, name, count)
+                {} if item is None else self.engine.processor.parts.keyword(name, item)
+                for item in _each(value, name, count)
             ]
             if None in found:
                 others[name] = value

@@ -54,9 +54,9 @@ class RequestParts:
         }
 
     def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
-        """As `RequestHalf.keyword`, of the first half that has it."""
+        """Returns the result of the first half that has the keyword; None: there is none."""
         found = (half.keyword(name, value) for half in self.by_name.values())
-        return next((given for given in found if given is not None), None)
+        return next((context for context in found if context is not None), None)
 
     def prepare(self, request: EngineRequest) -> None:
         """Adds the parts' data and cache keys to a request. Raises RequestError; if a half has

@@ -18,11 +18,11 @@ _NAMES = ("lora", "toolkit_lm_lora")
 
 def is_enabled(config: VllmConfig) -> bool:
     """Whether an option of the plugin asks for adapters."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name in _NAMES:
-        given |= config.plugins.plugin_option.get(name, {})
-    enabled = str(given.get("enabled", "")).lower() in ("true", "1", "on", "yes")
-    return enabled or bool(given.get("modules")) or given.get("folder") is not None
+        options |= config.plugins.plugin_option.get(name, {})
+    enabled = str(options.get("enabled", "")).lower() in ("true", "1", "on", "yes")
+    return enabled or bool(options.get("modules")) or options.get("folder") is not None
 
 
 def is_disabled(config: VllmConfig) -> bool:
@@ -36,8 +36,8 @@ class Refusing(RequestHalf):
     def prepare(
         self, request: EngineRequest, arguments: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
-        given = request.inputs.model_arguments.get("lora", {})
-        if named := [name for name, value in given.items() if value]:
+        values = request.inputs.model_arguments.get("lora", {})
+        if named := [name for name, value in values.items() if value]:
             raise RequestError(_OFF, named[0])
         return None, []
 

@@ -111,7 +111,7 @@ class LoraRequests(RequestHalf):
     def unregister(self, name: str) -> None:
         """Forgets a name. Requests that run go on. Raises RequestError for an unknown one."""
         self._find(name, "lora_name")
-        self.adapters = {key: one for key, one in self.adapters.items() if key != name}
+        self.adapters = {key: known for key, known in self.adapters.items() if key != name}
 
     def _find(self, name: str, param: str) -> Registered:
         if (known := self.resolve(name)) is None:
@@ -143,10 +143,10 @@ class LoraRequests(RequestHalf):
             if name is not None:
                 wanted[name] = 1.0
         for entry in arguments.get("adapters") or ():
-            its, scale = self._checked(entry)
-            if its in wanted:
-                raise RequestError(f"adapters: {its!r} is there twice.", "adapters")
-            wanted[its] = scale
+            name, scale = self._checked(entry)
+            if name in wanted:
+                raise RequestError(f"adapters: {name!r} is there twice.", "adapters")
+            wanted[name] = scale
         uses = [self._use(name, scale) for name, scale in wanted.items() if scale]
         if not uses:
             return None, []

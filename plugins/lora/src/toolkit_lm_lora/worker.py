@@ -35,14 +35,14 @@ class LoraPart(StepPart):
     buffers = {"lora_kinds": ("token", torch.int64)}
     """For each token, which adapters its row has; 0: none."""
 
-    def __init__(self, *arguments: Any, **given: Any) -> None:
-        super().__init__(*arguments, **given)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         names = Names(self.model)
         parallel = self.config.parallel
         self._group = tensor_parallel_group(parallel)
         self._reader = Reader(self.model, names, is_first=parallel.tensor_parallel_rank == 0)
         self._layers = {
-            one.prefix: one for one in self.model.modules() if isinstance(one, LinearBase)
+            layer.prefix: layer for layer in self.model.modules() if isinstance(layer, LinearBase)
         }
         self._pool = ThreadPoolExecutor(1, "lora")
         self._loading: dict[str, Future[Adapter]] = {}
@@ -51,7 +51,7 @@ class LoraPart(StepPart):
         self._failed: dict[str, str] = {}
         self._active: dict[str, Adapter] = {}
         """Those that rows may have."""
-        self._told: Report | None = None
+        self._reported: Report | None = None
         self._uses: dict[int, tuple[Key, ...]] = {}
         """By sequence."""
         self._methods: dict[str, tuple[Any, LoraMethod]] = {}
@@ -70,9 +70,9 @@ class LoraPart(StepPart):
     # Memory
 
     def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
-        told = plan.parts.get("lora")
-        if told is not None:
-            order = msgpack.decode(told, type=Order)
+        encoded = plan.parts.get("lora")
+        if encoded is not None:
+            order = msgpack.decode(encoded, type=Order)
             for digest in order.deactivate:
                 self._active.pop(digest, None)
             for digest, path in order.load:
@@ -86,9 +86,9 @@ class LoraPart(StepPart):
             self._activate(digest)
         self._evict()
         report = Report([*self._held], self._failed)
-        if told is None and report == self._told:
+        if encoded is None and report == self._reported:
             return None
-        self._told = Report([*report.held], dict(report.failed))
+        self._reported = Report([*report.held], dict(report.failed))
         return Raw(msgpack.encode(report))
 
     @worker_method
@@ -149,7 +149,7 @@ class LoraPart(StepPart):
     def _evict(self) -> None:
         """Drops adapters that no row has, the longest unused first, until they fit the budget."""
         budget = int(self.options.host_gib * 2**30)
-        used = sum(one.num_bytes for one in self._held.values())
+        used = sum(adapter.num_bytes for adapter in self._held.values())
         for digest in [*self._held]:
             if used <= budget and len(self._held) <= self.options.max_host_adapters:
                 return
@@ -182,7 +182,8 @@ class LoraPart(StepPart):
             self._wrap()
             return
         lasts = inputs.query_start[1:][inputs.sampling] - 1
-        self._num_tokens, self._num_sampled = len(of_tokens), len(lasts)
+        self._num_tokens = len(of_tokens)
+        self._num_sampled = len(lasts)
         keys = sorted({key for kind in kinds for key in kind})
         self._step = [
             _StepGroup(
@@ -250,7 +251,7 @@ class LoraPart(StepPart):
         return found
 
     def replaced(self, path: str, count: int) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Of a module that is no linear layer, called with `count` rows: the parameters in the
+        """Of a module other than a linear layer, called with `count` rows: the parameters in the
         place of its own, and the rows."""
         found = []
         for group in self._step:

@@ -59,8 +59,8 @@ class AliasEngine:
         return getattr(self._engine, name)
 
     def _with(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        given = options or {}
-        return {**given, "context": {**given.get("context", {}), **self._context}}
+        named = options or {}
+        return {**named, "context": {**named.get("context", {}), **self._context}}
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         return self._engine.generate(*arguments, **self._with(options))
