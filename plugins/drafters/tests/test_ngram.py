@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 from toolkit_lm import LLM
 from toolkit_lm.errors import ConfigError
-from toolkit_lm_devkit import DrafterConformance
 from toolkit_lm_drafters.ngram import NgramDrafter
 from toolkit_lm_drafters.options import Options
 from toolkit_lm_drafters.token_index import TokenIndex
-
-
-class TestNgram(DrafterConformance):
-    drafter = "ngram"
 
 
 def expected(tokens: list[int], size: int) -> list[int]:

@@ -56,7 +56,6 @@ DRAFTERS: dict[str, list[str]] = {
 BY_DAY = {
     ("ngram", "swapped"),
     ("suffix", "preempted"),
-    ("ngram,suffix", "in chunks"),
     ("draft_model,ngram", "in chunks"),
     ("ngram,suffix", "overlapping"),
 }

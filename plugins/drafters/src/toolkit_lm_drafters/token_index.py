@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import mul
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class TokenIndex:
         """Adds the grams of tokens [N] int32 that have a token after them. Earlier tokens must be
         those of earlier calls."""
         if len(tokens) > len(self._before):
-            self._allocate(2 * len(tokens))
+            self._allocate(len(tokens))
         end = len(tokens)
         if end - self._end > _FEW:
             self._add_many(tokens)
@@ -96,10 +97,7 @@ class TokenIndex:
             place = self._previous[place]
 
     def _key(self, tokens: memoryview, end: int) -> int:
-        start = end - self.size
-        total = 0
-        for offset, factor in enumerate(self._multipliers):
-            total += tokens[start + offset] * factor
+        total = sum(map(mul, tokens[end - self.size : end], self._multipliers))
         return (total & _MASK) >> self._shift
 
 
