@@ -11,6 +11,8 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import PluginWarning
 from toolkit_lm.scheduler.draft_budget import DraftBudget
 from toolkit_lm_devkit import DraftModelConformance
+from toolkit_lm_drafters import model_drafter
+from toolkit_lm_drafters.draft_model import DraftModelDrafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPT = {"prompt_token_ids": [3 + (5 * i) % 40 for i in range(20)]}
@@ -148,3 +150,28 @@ def test_a_missing_draft_model(target):
         LLM(target, drafter="draft_model", renderer="tokens")
     with pytest.raises(ConfigError, match=r"draft model 'nowhere' and model .*neither a folder"):
         start(target, "nowhere")
+
+
+def test_what_was_left_out_is_made_up_for(target, monkeypatch):
+    """After a long time without drafts, in passes of at most a step's budget."""
+    finish = DraftModelDrafter.finish
+    accepted = []
+    seen = []
+
+    def resting(self, inputs, hidden, result, step):
+        seen.append(inputs)
+        accepted.extend(
+            len(drawn) - 1 - row.num_drafts
+            for row, drawn in zip(inputs.plan.scheduled, result.token_ids, strict=True)
+            if row.num_drafts
+        )
+        if len(seen) < 30:
+            return self.follow(inputs, hidden, step)
+        return finish(self, inputs, hidden, result, step)
+
+    monkeypatch.setattr(model_drafter, "_MOST_KEPT", 2)
+    monkeypatch.setattr(DraftModelDrafter, "finish", resting)
+    with start(target, target, max_num_batched_tokens=8, max_num_seqs=4) as llm:
+        seen.clear()
+        tokens_of(llm, 40)
+    assert accepted and not any(accepted)

@@ -147,14 +147,15 @@ class DraftingPart(StepPart):
         to."""
         if not self._drafters:
             return
-        if not inputs.plan.asks_drafters:
-            self._each(lambda drafter: drafter.skip(inputs))
-            return
         history = inputs.histories.token_ids
         history.flags.writeable = False
         try:
             _make_read_only(inputs)
-            drafts = self._drafts(inputs, hidden_states, result, step)
+            if inputs.plan.asks_drafters:
+                drafts = self._drafts(inputs, hidden_states, result, step)
+            else:
+                drafts = {}
+                self._each(lambda drafter: drafter.follow(inputs, hidden_states, step))
         finally:
             history.flags.writeable = True
         for seq_id, tokens in drafts.items():

@@ -28,8 +28,7 @@ class Drafter(StepPart):
 
     ranks = "last_stage"
     rests: ClassVar[bool] = True
-    """Steps may go by without `finish`, where drafts do not pay: what the drafter misses, it does
-    without or computes later. Only `skip` is then called."""
+    """Steps may go by without `finish`, where drafts do not pay. `follow` is then called."""
 
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:
@@ -48,8 +47,8 @@ class Drafter(StepPart):
         what it observes. Only called if there are several."""
         return None
 
-    def skip(self, inputs: StepInputs) -> None:  # most have nothing to do
-        """A step was computed for which no drafts are wanted, in place of `finish`."""
+    def follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
+        """Called in place of `finish` in steps that ask for no drafts."""
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun

@@ -28,6 +28,9 @@ FAULTS = ("add", "remove", "finish", "forward", "draw")
 """Methods that raise in the middle of a run: those of the drafter, then those that it calls."""
 
 
+_PERIOD = 7
+_ASKED = 2
+"""Steps of each period that ask for drafts."""
 _CALLS_BEFORE = 3
 """Calls before the one that raises."""
 
@@ -104,6 +107,31 @@ class DraftModelConformance(DrafterConformance):
         verified = self.verified(monkeypatch)
         self.generate(checkpoint)
         assert verified, "it has drafted nothing"
+
+    def test_it_follows_steps_that_ask_for_no_drafts(self, checkpoint: str) -> None:
+        """Most steps ask for none. The twin is right in the others all the same."""
+        if (twin := self.twin_options(checkpoint)) is None:
+            pytest.skip("no drafter of this kind is the model itself")
+        kind = self.kind()
+        finish = kind.finish
+        calls = []
+
+        def resting(
+            drafter: Any, inputs: StepInputs, hidden: Tensor, result: StepResult, step: StepRun
+        ) -> None:
+            calls.append(len(result.token_ids))
+            if len(calls) % _PERIOD < _ASKED:
+                finish(drafter, inputs, hidden, result, step)
+            else:
+                drafter.follow(inputs, hidden, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "finish", resting)
+            verified = self.verified(patch)
+            self.generate(checkpoint, **twin, **COURSES["in chunks"])
+        wrong = [counts for counts in verified if counts[1] < counts[0]]
+        assert verified, "it has drafted nothing"
+        assert not wrong, f"of {len(verified)} drafts after steps without, {len(wrong)} are wrong"
 
     def test_garbage_changes_no_token(
         self,

@@ -22,8 +22,6 @@ class DraftModelDrafter(ModelDrafter):
     It rests where drafts do not pay: tokens that it has missed are computed when it is asked again.
     """
 
-    rests = True
-
     def __init__(
         self, model: nn.Module, config: VllmConfig, device: torch.device, **own: Any
     ) -> None:

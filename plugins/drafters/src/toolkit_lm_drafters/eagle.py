@@ -127,11 +127,16 @@ class EagleDrafter(ModelDrafter):
                     f"{theirs}."
                 )
 
-    def first_hidden(self, hidden_states: Tensor, step: StepRun) -> Tensor:
+    def states_of(self, hidden_states: Tensor, step: StepRun) -> Tensor:
         if not self.taps:
-            return hidden_states
+            return super().states_of(hidden_states, step)
+        return torch.cat([step.tap(name) for name in self.taps], dim=-1)
+
+    def first_hidden(self, states: Tensor) -> Tensor:
+        if not self.taps:
+            return states
         assert isinstance(self.head, Eagle3Head) and self.head.fc is not None
-        fused: Tensor = self.head.fc(torch.cat([step.tap(name) for name in self.taps], dim=-1))
+        fused: Tensor = self.head.fc(states)
         return fused
 
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:

@@ -17,6 +17,10 @@ _NEVER = -1e4
 """Logit of a token that is not drafted."""
 
 
+_MOST_KEPT = 32
+"""Tokens of a sequence that are left to a later step."""
+
+
 class Entries(NamedTuple):
     """Entries of the drafter's KV cache that a pass computes: consecutive ones of N rows."""
 
@@ -28,6 +32,23 @@ class Entries(NamedTuple):
     """Token ids that each row's entries read."""
 
 
+class _Batch(NamedTuple):
+    """Entries of a first pass, and the hidden states that they read."""
+
+    rows: np.ndarray
+    start: np.ndarray
+    counts: np.ndarray
+    hidden: Tensor | None
+
+    def entries(self, lines: Sequence[np.ndarray], offset: int) -> Entries:
+        """`lines`: tokens of each row. Entry i reads token i + offset."""
+        tokens = [
+            _window(line, place, count)
+            for line, place, count in zip(lines, self.start + offset, self.counts, strict=True)
+        ]
+        return Entries(self.rows, self.start, tokens)
+
+
 class ModelDrafter(Drafter):
     """Computes a step's tokens with layers of its own, and continues alone from the sampled tokens.
 
@@ -35,7 +56,6 @@ class ModelDrafter(Drafter):
     the model's. The next step overwrites the entries of rejected drafts.
     """
 
-    rests = False
     offset: ClassVar[int] = 0
     """0: entry i reads token i. 1: entry i reads token i + 1, and the hidden state of token i."""
     num_heads: int = 1
@@ -48,8 +68,10 @@ class ModelDrafter(Drafter):
         super().__init__(*arguments, **own)
         self.num_drafts: int = self.options.num_drafts
         self.lookahead = self.num_drafts
-        self._missed: dict[int, int] = {}
-        """First entry of each sequence that no step has computed, by seq_id."""
+        self._filled: dict[int, int] = {}
+        """Number of entries that are there, by seq_id. Unknown: those of all computed tokens."""
+        self._kept: dict[int, list[Tensor]] = {}
+        """Hidden states for the next entries, by seq_id."""
 
     @abstractmethod
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
@@ -62,29 +84,56 @@ class ModelDrafter(Drafter):
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Returns logits [N, V] of the next tokens, from N hidden states of `run`."""
 
-    def first_hidden(self, hidden_states: Tensor, step: StepRun) -> Tensor | None:
-        """Returns what the entries of the first pass read, for all tokens of the step [T, ...]."""
-        return hidden_states if self.offset else None
+    def states_of(self, hidden_states: Tensor, step: StepRun) -> Tensor:
+        """Returns a copy of the model's hidden states that the drafter reads, [T, ...]. Only called
+        if `offset` is 1."""
+        return hidden_states.clone()
+
+    def first_hidden(self, states: Tensor) -> Tensor:
+        """Returns what entries of the first pass read, from hidden states of `states_of`."""
+        return states
 
     def layers(self) -> Mapping[str, CacheLayer]:
         found = (module for module in self.network.modules() if isinstance(module, CacheLayer))
         return {layer.prefix: layer for layer in found}
 
-    def remove(self, seq_id: int) -> None:
-        self._missed.pop(seq_id, None)
-
-    def skip(self, inputs: StepInputs) -> None:
-        for row, start in zip(inputs.plan.scheduled, inputs.starts.tolist(), strict=True):
-            self._missed.setdefault(row.seq_id, start)
-
     def propose(self, token_ids: np.ndarray) -> list[int]:
         """Drafts nothing, since `finish` drafts for all sequences together."""
         return []
 
+    def remove(self, seq_id: int) -> None:
+        self._filled.pop(seq_id, None)
+        self._kept.pop(seq_id, None)
+
+    def follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
+        """Computes the entries of prompts, so that cached prefixes have them. Single tokens are
+        left to a later step: their hidden states are kept, and their ids are known."""
+        known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
+        ends = np.minimum(inputs.starts + inputs.num_tokens, known - self.offset)
+        hidden = self.states_of(hidden_states, step) if self.offset else None
+        now = []
+        for row in np.flatnonzero(ends > inputs.starts):
+            seq_id = inputs.plan.scheduled[row].seq_id
+            self._filled.setdefault(seq_id, int(inputs.starts[row]))
+            kept = self._kept.setdefault(seq_id, [])
+            if ends[row] - inputs.starts[row] > 1 or len(kept) >= _MOST_KEPT:
+                now.append(row)
+            elif hidden is not None:
+                place = inputs.query_start[row]
+                kept.append(hidden[place : place + 1])
+        if now:
+            rows = np.array(now)
+            lines = _lines(inputs, rows, known[rows])
+            batch = self._batch(inputs, rows, ends[rows], lines, hidden, step)
+            passed = batch.hidden
+            for head in range(self.num_heads):
+                passed = self.run(step, batch.entries(lines, self.offset + head), passed, head)
+
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
-        """First pass: the step's tokens. Later passes: one draft of each row."""
+        """First pass: the step's tokens, and those that were left to it. Later passes: one draft of
+        each row."""
         known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
         draws = np.array([bool(drawn) for drawn in result.token_ids])
         # A sampled token has no hidden state yet: only offset 0 reads it.
@@ -93,32 +142,19 @@ class ModelDrafter(Drafter):
         rows = np.flatnonzero(ends > inputs.starts)
         if not len(rows):
             return
-        start = inputs.starts[rows]
-        for place, row in enumerate(rows.tolist() if self._missed else ()):
-            seq_id = inputs.plan.scheduled[row].seq_id
-            start[place] = self._missed.pop(seq_id, int(start[place]))
-        counts = ends[rows] - start
         known = known[rows]
-        lines = [
-            inputs.histories.token_ids[row, :end]
-            for row, end in zip(inputs.rows[rows], known, strict=True)
-        ]
-        hidden = self.first_hidden(hidden_states, step)
-        if hidden is not None:
-            hidden = hidden[_indices(_places(inputs.query_start[rows], counts), hidden)]
-        lasts = counts.cumsum() - 1
+        lines = _lines(inputs, rows, known)
+        hidden = self.states_of(hidden_states, step) if self.offset else None
+        batch = self._batch(inputs, rows, ends[rows], lines, hidden, step)
+        hidden = batch.hidden
+        lasts = batch.counts.cumsum() - 1
         live = np.flatnonzero(draws[rows])
         drafts = np.zeros((len(live), 0), np.int64)
         last = None
         for ahead in range(self.num_drafts):
             head = min(ahead, self.num_heads - 1)
             if ahead < self.num_heads:
-                places = start + self.offset + ahead
-                tokens = [
-                    _window(line, place, count)
-                    for line, place, count in zip(lines, places, counts, strict=True)
-                ]
-                hidden = self.run(step, Entries(rows, start, tokens), hidden, head)
+                hidden = self.run(step, batch.entries(lines, self.offset + ahead), hidden, head)
                 last = hidden[_indices(lasts[live], hidden)]
             else:
                 entry = known[live] - self.offset + ahead - self.num_heads
@@ -139,6 +175,61 @@ class ModelDrafter(Drafter):
             elif ahead + 1 >= self.num_heads:
                 return
         self._give(inputs, result, rows[live], drafts)
+
+    def _batch(
+        self,
+        inputs: StepInputs,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        lines: Sequence[np.ndarray],
+        hidden: Tensor | None,
+        step: StepRun,
+    ) -> _Batch:
+        """The entries up to `ends` of some rows that are not filled yet. They count as filled from
+        now on."""
+        seq_ids = [inputs.plan.scheduled[row].seq_id for row in rows]
+        starts = inputs.starts[rows]
+        filled = np.array(
+            [self._filled.get(id_, start) for id_, start in zip(seq_ids, starts, strict=True)]
+        )
+        start = np.minimum(filled, starts)
+        kept = [self._kept.pop(seq_id, []) for seq_id in seq_ids]
+        self._filled.update(zip(seq_ids, ends.tolist(), strict=True))
+        if hidden is None:
+            start = self._catch_up(rows, start, starts, lines, step)
+            return _Batch(rows, start, ends - start, None)
+        counts = ends - starts
+        places = _places(inputs.query_start[rows], counts)
+        if (start == starts).all():
+            own = self.first_hidden(hidden[_indices(places, hidden)])
+            return _Batch(rows, starts, counts, own)
+        # Hidden states that are not all there are of no use: their entries stay empty.
+        complete = np.array([sum(map(len, pieces)) for pieces in kept]) == starts - start
+        start = np.where(complete, start, starts)
+        pieces: list[Tensor] = []
+        current = torch.split(hidden[_indices(places, hidden)], counts.tolist())
+        for is_complete, before, now in zip(complete, kept, current, strict=True):
+            pieces += [*before, now] if is_complete else [now]
+        return _Batch(rows, start, ends - start, self.first_hidden(torch.cat(pieces)))
+
+    def _catch_up(
+        self,
+        rows: np.ndarray,
+        start: np.ndarray,
+        starts: np.ndarray,
+        lines: Sequence[np.ndarray],
+        step: StepRun,
+    ) -> np.ndarray:
+        """Fills entries of earlier steps, at most a step's budget of tokens at a time, until few
+        are left. Returns each row's first entry after that."""
+        budget = self.config.scheduler.token_budget
+        while (gaps := starts - start).sum() > _MOST_KEPT * len(rows):
+            counts = np.minimum(gaps, np.maximum(budget - (gaps.cumsum() - gaps), 0))
+            some = np.flatnonzero(counts)
+            tokens = [lines[int(i)][start[i] : start[i] + counts[i]] for i in some]
+            self.run(step, Entries(rows[some], start[some], tokens), None, 0)
+            start = start + counts
+        return start
 
     def _give(
         self, inputs: StepInputs, result: StepResult, rows: np.ndarray, drafts: np.ndarray
@@ -167,6 +258,13 @@ def _window(line: np.ndarray, place: int, count: int) -> np.ndarray:
     if len(found) == count:
         return found
     return np.concatenate((found, np.repeat(line[-1:], count - len(found))))
+
+
+def _lines(inputs: StepInputs, rows: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
+    """All tokens of some rows."""
+    histories = inputs.histories.token_ids
+    places = inputs.rows[rows]
+    return [histories[place, :end] for place, end in zip(places, known, strict=True)]
 
 
 def _places(start: np.ndarray, counts: np.ndarray) -> np.ndarray:
