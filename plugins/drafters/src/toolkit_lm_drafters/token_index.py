@@ -97,7 +97,7 @@ class TokenIndex:
             place = self._previous[place]
 
     def _key(self, tokens: memoryview, end: int) -> int:
-        total = sum(map(mul, tokens[end - self.size : end], self._multipliers))
+        total: int = sum(map(mul, tokens[end - self.size : end], self._multipliers))
         return (total & _MASK) >> self._shift
 
 
