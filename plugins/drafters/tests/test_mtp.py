@@ -10,6 +10,7 @@ import torch
 from deepseek_families import make_glm, make_v3
 from draft_heads import (
     DRAFTS,
+    SHAPE,
     THREADS,
     Block,
     assert_same_drafts,
@@ -26,6 +27,7 @@ from toolkit_lm_drafters.mtp import MtpDrafter
 from torch import nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 
@@ -115,6 +117,44 @@ class Mtp(nn.Module):
         yield from layer_tensors(self.layers[0], "mtp.layers.0")
 
 
+class MiMo(nn.Module):
+    """MiMo: input_proj of hidden state and embedding, in this order, both normed; a layer;
+    final_layernorm, which the next draft reads."""
+
+    num_heads = 1
+
+    def __init__(self, target):
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        config._attn_implementation = "eager"
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.token_layernorm = qwen2.Qwen2RMSNorm(size, eps)
+        self.hidden_layernorm = qwen2.Qwen2RMSNorm(size, eps)
+        self.final_layernorm = qwen2.Qwen2RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        layer = qwen2.Qwen2DecoderLayer(config, 0)
+        self.layers = nn.ModuleList([layer])
+        object.__setattr__(self, "block", Block([layer], target.model.rotary_emb))
+        object.__setattr__(self, "target", target)
+
+    def first(self, hidden, taps):
+        return hidden
+
+    def step(self, embeds, hidden):
+        embeds = torch.cat([torch.zeros_like(embeds[:1]), embeds[1:]])
+        both = [self.hidden_layernorm(hidden), self.token_layernorm(embeds)]
+        return self.final_layernorm(self.block(self.input_proj(torch.cat(both, -1))))
+
+    def logits(self, out):
+        return self.target.lm_head(out)
+
+    def tensors(self):
+        for name, tensor in self.state_dict().items():
+            own = name.removeprefix("layers.0.")
+            yield f"model.mtp_layers.0.{own}", tensor
+
+
 def layer_tensors(layer, prefix):
     """A layer's tensors by their published names: each expert has its own."""
     for name, tensor in layer.state_dict().items():
@@ -160,7 +200,14 @@ def qwen_case():
     return model, Mtp(model)
 
 
-CASES = {"deepseek": deepseek_case, "glm": glm_case, "qwen": qwen_case}
+def mimo_case():
+    fields = {name: value for name, value in SHAPE.items() if name != "initializer_range"}
+    model = qwen2.Qwen2ForCausalLM(qwen2.Qwen2Config(**fields)).eval()
+    return model, MiMo(model)
+
+
+CASES = {"deepseek": deepseek_case, "glm": glm_case, "qwen": qwen_case, "mimo": mimo_case}
+MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -169,7 +216,8 @@ def test_logits_are_those_of_the_published_formula(monkeypatch, tmp_path, case):
     model, head = CASES[case]()
     randomize(model, 1)
     randomize(head, 2)
-    folder = save(model, head, tmp_path, num_nextn_predict_layers=head.num_heads)
+    own = MIMO if case == "mimo" else {}
+    folder = save(model, head, tmp_path, num_nextn_predict_layers=head.num_heads, **own)
     with start(folder, None) as llm:
         tokens = generate(llm)
     options = [f"num_speculative_tokens={DRAFTS}"]

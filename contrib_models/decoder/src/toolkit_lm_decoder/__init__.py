@@ -29,3 +29,5 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         )
     # EmbeddingGemma's name; its `model_type` is that of the language model.
     models.add("Gemma3TextModel", "toolkit_lm_decoder.gemma3:Gemma3ForCausalLM")
+    # Qwen2 with heads for further tokens, which only a drafter reads.
+    models.add("MiMoForCausalLM", "toolkit_lm_decoder.qwen2:MiMoForCausalLM")

@@ -29,3 +29,9 @@ class Qwen2Attention(LlamaAttention):
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     attention = Qwen2Attention
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """MiMo-7B. Its heads for further tokens are left out."""
+
+    ignored = (r"rotary_emb\.inv_freq$|^model\.mtp_layers\.",)
