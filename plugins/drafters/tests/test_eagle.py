@@ -111,6 +111,10 @@ WRONG = {
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 8]}},
         r"outputs of layers \[1, 8\], and the model has layers 0 to 7",
     ),
+    "other norms": (
+        {"eagle_config": {"use_mtp_layernorm": True}},
+        r"states use_mtp_layernorm True, and heads are built with False",
+    ),
     "no d2t": ({"draft_vocab_size": 50}, r"draft_vocab_size is 50.*vocab_size 96"),
     "missing": ({"num_hidden_layers": 2}, r"missing: layers\.1"),
 }

@@ -19,6 +19,14 @@ from toolkit_lm_drafters.checkpoints import on_last_stage
 from toolkit_lm_drafters.eagle_heads import Eagle1Head, Eagle3Head, EagleHead
 from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, expanded
 
+_BUILT = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+"""Values of eagle_config, as ModelOpt writes it, that the formula of EAGLE-3 has."""
+
 
 class EagleDrafter(ModelDrafter):
     """EAGLE-1, 2 and 3. Entry i reads the embedding of token i + 1, and hidden states of token i.
@@ -100,6 +108,12 @@ class EagleDrafter(ModelDrafter):
                 f"{type(self.model).__name__} has {len(found)}."
             )
         [(path, count)] = found.items()
+        for flag, built in _BUILT.items():
+            if details.values.get(flag, built) != built:
+                raise ConfigError(
+                    f"{self.names}: config.json states {flag} {details.values[flag]!r}, and heads "
+                    f"are built with {built!r}."
+                )
         key = "eagle_aux_hidden_state_layer_ids"
         # The authors' code taps what enters layers 2, N // 2 and N - 3.
         layers = details.get(key, list) or config.get(key, list) or [1, count // 2 - 1, count - 4]
