@@ -502,7 +502,7 @@ class Useless(Drafter):
 
 
 class Drafters:
-    name = "drafters"
+    name = "guessing"
 
     @hookimpl
     def toolkit_register_drafters(self, drafters):
@@ -557,7 +557,7 @@ def test_a_right_drafter_passes(check_drafter, test):
         (
             Meddling,
             "test_tokens_are_those_without_drafts",
-            "plugin 'drafters' .*ValueError: .*read-only",
+            "plugin 'guessing' .*ValueError: .*read-only",
         ),
         (
             Presuming,

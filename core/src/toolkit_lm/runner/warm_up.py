@@ -8,6 +8,7 @@ import re
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from toolkit_lm.kv import max_drafts, plan_groups
 from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.model import FallbackModel
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.parts import DraftingPart
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.proof import prove
 
@@ -68,9 +68,9 @@ def measure_drafts(runner: ModelRunner) -> None:
     there the steps that run are measured alone.
     """
     config = runner.config
-    drafting = runner.parts.by_name.get("drafter")
+    drafting: Any = runner.parts.by_name.get("drafter")
     if (
-        not isinstance(drafting, DraftingPart)
+        drafting is None
         or drafting.step_times
         or config.scheduler.draft_budget == "all"
         or config.parallel.num_ranks > 1
