@@ -50,8 +50,24 @@ def start(target, draft, **options):
     return LLM(target, drafter="draft_model", **(plain | options))
 
 
+BY_DAY = {"cached", "swapped", "forward", "remove"}
+
+
 class TestDraftModel(DraftModelConformance):
+    """By day some of the courses and faults."""
+
     drafter = "draft_model"
+
+    @classmethod
+    def parameters(cls):
+        later = pytest.mark.nightly
+        return {
+            argument: {
+                name: value if name in BY_DAY else pytest.param(value, marks=later)
+                for name, value in values.items()
+            }
+            for argument, values in super().parameters().items()
+        }
 
     @classmethod
     def twin_options(cls, checkpoint):
