@@ -6,7 +6,10 @@ import pytest
 from lora_adapters import FORMS, given
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.nightly if name == "qwen3" else ()) for name in FORMS],
+)
 def test_forms_are_pefts_alone_and_together(make_adapters, family):
     adapters = make_adapters(family)
     names = [None, *FORMS[family]]

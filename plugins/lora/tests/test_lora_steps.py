@@ -57,7 +57,7 @@ def test_an_adapter_that_one_stage_refuses(adapters, tmp_path):
         adapters.assert_is(beside, "all")
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.nightly)])
 def test_quantized_bases(adapters, quantization):
     """As the base with the same quantized weights, plus B A: a merged one would be rounded."""
     with adapters.llm(quantization=quantization, enable_prefix_caching=False) as llm:

@@ -11,6 +11,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from toolkit_lm_commands import CommandRegistry
     from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
 
@@ -73,3 +74,15 @@ def toolkit_register_routes(router: APIRouter, engine: ServingEngine, api: OpenA
     from toolkit_lm_lora.routes import add_routes
 
     add_routes(router, engine, api)
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add(
+        "lora list", "toolkit_lm_lora.cli:list_adapters", help="List the adapters of a folder."
+    )
+    commands.add(
+        "lora merge",
+        "toolkit_lm_lora.cli:merge_adapter",
+        help="Write a checkpoint with an adapter merged into its weights.",
+    )

@@ -34,6 +34,8 @@ class Part:
     low: Tensor | None = None
     high: Tensor | None = None
     shift: Tensor | None = None
+    replaces_bias: bool = False
+    """`shift` is the new bias itself: for merging, where the old one is not at hand."""
     magnitude: Tensor | None = None
     weight: Tensor | None = None
 
@@ -86,7 +88,8 @@ class Joining:
         weight = weight.detach().float().cpu()
         total = self._spec.shape[0]
         # Outputs without magnitudes keep theirs.
-        magnitude, squares = torch.full((total,), -1.0), torch.ones(total)
+        magnitude = torch.full((total,), -1.0)
+        squares = torch.ones(total)
         for part, own in self._parts.items():
             if own.magnitude is None:
                 continue

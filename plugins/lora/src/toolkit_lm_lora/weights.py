@@ -49,7 +49,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        own = sum(one.num_bytes for one in self.changes.values())
+        own = sum(change.num_bytes for change in self.changes.values())
         return own + sum(t.nbytes for each in self.modules.values() for t in each.values())
 
 
@@ -77,12 +77,14 @@ class Reader:
                 f"adapter {str(folder.path)!r} has rank {folder.rank}, and the option max_rank of "
                 f"the plugin lora is {max_rank}."
             )
-        return _Reading(
+        return Reading(
             self._model, self._names, self._paths, self._methods, folder, self._is_first
         ).read()
 
 
-class _Reading:
+class Reading:
+    """Reads one adapter."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,13 +103,29 @@ class _Reading:
         self._is_first = is_first
         self._of_modules: dict[str, dict[str, str]] = {}
         """By module and suffix, names of tensors."""
-        self._parts: dict[str, dict[int | None, Part]] = {}
+        self.parts: dict[str, dict[int | None, Part]] = {}
         """By layer and part."""
-        self._layers: dict[str, LinearBase] = {}
-        self._tokens: dict[str, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[str, LinearBase] = {}
+        self.tokens: dict[str, tuple[Tensor, Tensor]] = {}
         self.adapter = Adapter(folder.digest, {})
 
     def read(self) -> Adapter:
+        self.parse()
+        for prefix, parts in self.parts.items():
+            layer = self.layers[prefix]
+            joining = Joining(layer, parts, self._model.kernels, self.tokens.get(prefix))
+            self.adapter.changes[prefix] = joining.change()
+            if joining.has_magnitudes:
+                weight = self._weight(layer, prefix)
+                self.adapter.dora[prefix] = joining.dora(weight, self._folder.path / WEIGHTS)
+        return self.adapter
+
+    def parse(self, *, keeps_all: bool = False) -> None:
+        """Fills `parts`, `layers`, `tokens` and the adapter's modules.
+
+        `keeps_all`: the model has no weights, so nothing is compared with them.
+        """
+        self._keeps_all = keeps_all
         for name in self._folder.tensors:
             found = _SUFFIX.fullmatch(name.removeprefix(_PREFIX))
             if found is None:
@@ -118,22 +136,14 @@ class _Reading:
             for module, tensors in self._of_modules.items():
                 self._module(module, tensors)
         self._check_complete()
-        for prefix, parts in self._parts.items():
-            layer = self._layers[prefix]
-            joining = Joining(layer, parts, self._model.kernels, self._tokens.get(prefix))
-            self.adapter.changes[prefix] = joining.change()
-            if joining.has_magnitudes:
-                weight = self._weight(layer, prefix)
-                self.adapter.dora[prefix] = joining.dora(weight, self._folder.path / WEIGHTS)
-        return self.adapter
 
     def _error(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self._folder.path / WEIGHTS}: tensor {name!r}: {why}.")
 
-    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
+    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...], subject: str) -> None:
         if tuple(tensor.shape) != shape:
             raise self._error(
-                name, f"its shape is {list(tensor.shape)}, but {what} needs {list(shape)}"
+                name, f"its shape is {list(tensor.shape)}, but {subject} needs {list(shape)}"
             )
 
     def _check_complete(self) -> None:
@@ -166,12 +176,17 @@ class _Reading:
             self._layer(module, tensors, place)
         elif (other := names.module(module)) is not None:
             self._replaced(module, tensors, other)
-        elif not names.is_elsewhere(module):
+        elif not names.is_elsewhere(module) and not self._is_unused(module):
             raise self._error(
                 next(iter(tensors.values())),
                 f"the model has no module {module!r}. The adapter was made for "
                 f"{self._config.base_model_name_or_path or 'another model'}",
             )
+
+    def _is_unused(self, module: str) -> bool:
+        """Whether the model leaves a module of the checkpoint out, such as a pooler."""
+        patterns = getattr(self._model, "ignored", ())
+        return any(re.search(pattern, f"{module}.weight") for pattern in patterns)
 
     def _has_experts(self, module: str) -> bool:
         return self._names.place(module) is None and ".experts" in module
@@ -179,8 +194,8 @@ class _Reading:
     def _layer(self, module: str, tensors: dict[str, str], place: Place) -> None:
         layer, part = place
         spec = layer.spec
-        self._layers[layer.prefix] = layer
-        ours = self._parts.setdefault(layer.prefix, {}).setdefault(part, Part())
+        self.layers[layer.prefix] = layer
+        ours = self.parts.setdefault(layer.prefix, {}).setdefault(part, Part())
         full = [spec.outputs[part]] if part is not None else [*spec.outputs]
         outputs = sum(shard.full for shard in full)
         get = self._get
@@ -195,14 +210,17 @@ class _Reading:
                 shift = self._vector(name, outputs, module, full)
                 if layer.bias is None:
                     raise self._error(name, f"{module!r} has no bias")
-                shift = shift - layer.bias.detach().float()[span(layer, part)]
+                if self._keeps_all:
+                    ours.replaces_bias = True
+                else:
+                    shift = shift - layer.bias.detach().float()[span(layer, part)]
                 shift = self._once(shift, layer)
                 ours.shift = shift if ours.shift is None else ours.shift + shift
         if (name := tensors.get("lora_magnitude_vector")) is not None:
             if is_embedding:
                 raise UnsupportedError(f"{self._folder.path}: DoRA of the embedding {module!r}.")
             ours.magnitude = self._vector(name, outputs, module, full)
-        if (name := tensors.get("base_layer.weight")) is not None:
+        if (name := tensors.get("base_layer.weight")) is not None and not self._keeps_all:
             self._same(name, module, outputs, layer, part, full)
         if (name := tensors.get("weight")) is not None:
             if part is not None or not self._config.modules_to_save:
@@ -230,13 +248,14 @@ class _Reading:
                 missing = low_name if names[0] is None else high_name
                 raise self._error(names[0] or names[1] or "", f"{module}.{missing} is missing")
             of_low, of_high = (name for name in names if name is not None)
-            low, high = get(of_low), get(of_high)
+            low = get(of_low)
+            high = get(of_high)
             rank = self._config.rank(module)
             if low_name == "lora_embedding_A":
                 if not is_embedding:
                     raise self._error(of_low, f"{module!r} is no embedding")
-                vocab, size = outputs, spec.inputs.full
-                self._expect(of_low, low, (rank, vocab), f"rank {rank} of {module}")
+                size = spec.inputs.full
+                self._expect(of_low, low, (rank, outputs), f"rank {rank} of {module}")
                 self._expect(of_high, high, (size, rank), f"rank {rank} of {module}")
                 ours.low = of_outputs(low.T, full)
                 ours.high = high * self._config.scaling(module)
@@ -304,19 +323,20 @@ class _Reading:
         rows = self._get(name)
         self._expect(name, rows, (len(indices), size), f"{len(indices)} trained tokens")
         [shard] = layer.spec.outputs
-        if not all(0 <= one < shard.full for one in indices):
+        if not all(0 <= index < shard.full for index in indices):
             raise self._error(name, f"a token is not in the vocabulary of {shard.full}")
         at = torch.tensor(indices, dtype=torch.int64)
-        self._tokens[layer.prefix] = at, rows
-        for one in self._model.modules():
+        self.tokens[layer.prefix] = at, rows
+        self.layers[layer.prefix] = layer
+        for head in self._model.modules():
             # A tied head has the same rows.
-            if isinstance(one, LinearBase) and one.spec.tied_to is not None:
-                self._layers[one.prefix] = one
-                self._parts.setdefault(one.prefix, {}).setdefault(None, Part())
-                self._tokens[one.prefix] = at, rows
+            if isinstance(head, LinearBase) and head.spec.tied_to is not None:
+                self.layers[head.prefix] = head
+                self.parts.setdefault(head.prefix, {}).setdefault(None, Part())
+                self.tokens[head.prefix] = at, rows
 
     def _replaced(self, module: str, tensors: dict[str, str], other: nn.Module) -> None:
-        """Parameters of a module that is no linear layer."""
+        """Parameters of a module other than a linear layer."""
         parameters = dict(other.named_parameters(recurse=False))
         wanted = self._config.modules_to_save or self._config.bias == "all"
         for suffix, name in tensors.items():
@@ -327,8 +347,8 @@ class _Reading:
             tensor = self._get(name)
             self._expect(name, tensor, tuple(own.shape), module)
             path = self._paths[id(other)]
-            mine = tensor.to(own.device, own.dtype)
-            if not torch.equal(mine, own.detach()):
+            mine = tensor if self._keeps_all else tensor.to(own.device, own.dtype)
+            if self._keeps_all or not torch.equal(mine, own.detach()):
                 self.adapter.modules.setdefault(path, {})[suffix] = mine
 
     def _experts(
@@ -347,8 +367,10 @@ class _Reading:
             )
         if len(tensors) < 2:
             raise self._error(next(iter(tensors.values())), "lora_A or lora_B is missing")
-        of_low, of_high = tensors["lora_A.weight"], tensors["lora_B.weight"]
-        low, high = self._get(of_low), self._get(of_high)
+        of_low = tensors["lora_A.weight"]
+        of_high = tensors["lora_B.weight"]
+        low = self._get(of_low)
+        high = self._get(of_high)
         first = next(iter(experts.values()))
         parent = self._model.get_submodule(first[0].prefix.rsplit(".", 2)[0])
         count = sum(name.isdigit() for name, _ in parent.named_children())
@@ -366,15 +388,15 @@ class _Reading:
             )
         scaling = self._config.scaling(parameter)
         inputs = first[1 if down else 0].spec.inputs.full
-        outputs = sum(one.full for one in first[1 if down else 0].spec.outputs)
+        outputs = sum(shard.full for shard in first[1 if down else 0].spec.outputs)
         self._expect(of_low, low, (rank * count, inputs), module)
         self._expect(of_high, high, (outputs, rank * count), module)
         lows = low.view(count, rank, inputs)
         highs = high.float().reshape(outputs, rank, count) * scaling
         for index, layers in experts.items():
             layer = layers[1 if down else 0]
-            self._layers[layer.prefix] = layer
-            ours = self._parts.setdefault(layer.prefix, {}).setdefault(None, Part())
+            self.layers[layer.prefix] = layer
+            ours = self.parts.setdefault(layer.prefix, {}).setdefault(None, Part())
             ours.low = of_inputs(lows[index], layer)
             ours.high = of_outputs(highs[:, :, index], [*layer.spec.outputs])
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec import Raw, msgpack
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.errors import CheckpointError, ToolkitError
+from toolkit_lm.errors import CheckpointError, ToolkitError, UnsupportedError
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model import LinearBase, Rows
 from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
@@ -108,7 +108,43 @@ class LoraPart(StepPart):
             raise CheckpointError(
                 f"adapter {path!r}: its files have changed since it was registered. Load it anew."
             )
-        return self._reader.read(folder, self.options.max_rank)
+        adapter = self._reader.read(folder, self.options.max_rank)
+        self._check_rows(adapter, path)
+        return adapter
+
+    def _check_rows(self, adapter: Adapter, path: str) -> None:
+        """Raises UnsupportedError for changes of an encoder, whose rows are not the step's."""
+        paths = {id(module): name for name, module in self.model.named_modules()}
+        has_encoder = any(layer.rows is Rows.ENCODER for layer in self._layers.values())
+        for prefix in adapter.changes:
+            layer = self._layers[prefix]
+            is_shared = (
+                has_encoder and layer.spec.kind == "embedding" and "encoder" in self.model.parts
+            )
+            if layer.rows is Rows.ENCODER or is_shared:
+                raise UnsupportedError(
+                    f"adapter {path!r} changes {paths[id(layer)]}, which is of an encoder. Only "
+                    "layers of the language model can be adapted."
+                )
+        for name in adapter.modules:
+            if has_encoder and self._is_of_encoder(name):
+                raise UnsupportedError(
+                    f"adapter {path!r} changes {name}, which is of an encoder. Only layers of the "
+                    "language model can be adapted."
+                )
+
+    def _is_of_encoder(self, path: str) -> bool:
+        """Whether the layers around a module are an encoder's."""
+        while path:
+            path = path.rpartition(".")[0]
+            around = [
+                layer.rows is Rows.ENCODER
+                for layer in self.model.get_submodule(path).modules()
+                if isinstance(layer, LinearBase)
+            ]
+            if around:
+                return all(around)
+        return False
 
     def _collect(self, wait_for: str | None = None) -> None:
         """Takes what has been read, and waits for one adapter."""
