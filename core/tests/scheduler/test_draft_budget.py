@@ -92,7 +92,7 @@ def test_it_follows_a_text_that_changes():
         def accepts(_, acceptance=acceptance):
             return random.random() < acceptance
 
-        for _ in range(800):
+        for _ in range(2000):
             seconds, tokens, _ = step(budget, running, accepts, cost)
             total = [total[0] + seconds, total[1] + tokens]
         rates.append(total[1] / total[0])

@@ -26,10 +26,10 @@ _FIRST = 0.6
 """Acceptance that is expected of a draft before any was verified."""
 _CALIBRATING = 4
 """Steps without drafts that are measured before drafts at a new number of rows."""
-_PROBING = 6
+_PROBING = 5
 """Steps with drafts that are compared with steps without."""
-_SHORTEST_PAUSE = 64
-_LONGEST_PAUSE = 4096
+_SHORTEST_PAUSE = 160
+_LONGEST_PAUSE = 640
 """Steps without drafts between two tries."""
 _PLAIN = -1
 """Class of steps for which no drafter is asked. Others: 0, no drafts; and by drafts of a row."""
@@ -154,6 +154,7 @@ class DraftBudget:
     ) -> None:
         """`all_drafts`: each draft is verified. `overlaps`: sampled tokens stay on the worker if no
         drafts follow."""
+        self.facts = facts
         self.times = StepTimes(facts.step_times)
         self.acceptance = Acceptance()
         self._rests = facts.rests
