@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from toolkit_lm.engine.start_up import no_garbage_collection
@@ -62,6 +63,15 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
         (gc.enable if was_enabled else gc.disable)()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Without what the root's conftest.py has frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_was_made_meanwhile_is_not_looked_at_when_it_ends() -> None:
     before = gc.get_stats()
     with no_garbage_collection():
