@@ -59,7 +59,7 @@
 /* (from, format): sixteen pairs of finite float8 as pairs of bfloat16, which is exact */
 #define pairs_float8 ISA(pairs_float8)
 #define bytes_16 ISA(bytes_16) /* four lanes, again and again */
-#define store_codes ISA(store_codes) /* whole numbers from -128 to 127, in 8 bits */
+#define store_codes ISA(store_codes) /* words from -128 to 127, in 8 bits */
 #define transpose ISA(transpose)
 
 /* The same in all lanes. */
@@ -83,6 +83,7 @@
 #define and_words ISA(and_words)
 #define xor_words ISA(xor_words)
 #define add_words ISA(add_words)
+#define max_words ISA(max_words) /* of numbers with a sign */
 #define left_16 ISA(left_16) /* shifted */
 #define look_up ISA(look_up) /* (bytes_16, words): bytes by indices below 16 */
 #define right_4 ISA(right_4)
@@ -103,6 +104,7 @@
 #define as_words ISA(as_words) /* the same bits */
 #define as_floats ISA(as_floats)
 #define floats_of ISA(floats_of) /* the same numbers, to nearest */
+#define words_of ISA(words_of)   /* likewise; ties to even */
 
 /* Comparisons. */
 #define less ISA(less)

@@ -153,6 +153,9 @@ BASE INLINE Words xor_words(Words x, Words y) {
 BASE INLINE Words add_words(Words x, Words y) {
     return (Words){_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)};
 }
+BASE INLINE Words max_words(Words x, Words y) {
+    return (Words){_mm256_max_epi32(x.low, y.low), _mm256_max_epi32(x.high, y.high)};
+}
 BASE INLINE Words left_16(Words x) {
     return (Words){_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)};
 }
@@ -206,9 +209,11 @@ BASE INLINE Words right_16(Words x) {
 BASE INLINE Floats floats_of(Words x) {
     return (Floats){_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)};
 }
-BASE INLINE void store_codes(void *to, Floats x) {
-    const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+BASE INLINE Words words_of(Floats x) {
+    return (Words){_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)};
+}
+BASE INLINE void store_codes(void *to, Words x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xd8);
     _mm_storeu_si128(
         to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }

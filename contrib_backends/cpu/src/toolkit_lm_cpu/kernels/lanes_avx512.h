@@ -61,6 +61,7 @@ BASE INLINE Words or_words(Words x, Words y) { return _mm512_or_si512(x, y); }
 BASE INLINE Words and_words(Words x, Words y) { return _mm512_and_si512(x, y); }
 BASE INLINE Words xor_words(Words x, Words y) { return _mm512_xor_si512(x, y); }
 BASE INLINE Words add_words(Words x, Words y) { return _mm512_add_epi32(x, y); }
+BASE INLINE Words max_words(Words x, Words y) { return _mm512_max_epi32(x, y); }
 BASE INLINE Words left_16(Words x) { return _mm512_slli_epi32(x, 16); }
 BASE INLINE Words left_20(Words x) { return _mm512_slli_epi32(x, 20); }
 BASE INLINE Words left_24(Words x) { return _mm512_slli_epi32(x, 24); }
@@ -95,9 +96,8 @@ BASE INLINE Words as_words(Floats x) { return _mm512_castps_si512(x); }
 BASE INLINE Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 
 BASE INLINE Floats floats_of(Words x) { return _mm512_cvtepi32_ps(x); }
-BASE INLINE void store_codes(void *to, Floats x) {
-    _mm_storeu_si128(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
-}
+BASE INLINE Words words_of(Floats x) { return _mm512_cvtps_epi32(x); }
+BASE INLINE void store_codes(void *to, Words x) { _mm_storeu_si128(to, _mm512_cvtepi32_epi8(x)); }
 
 BASE INLINE Mask less(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
 BASE INLINE Mask not_less(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }

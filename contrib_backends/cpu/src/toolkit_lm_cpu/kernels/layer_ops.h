@@ -15,6 +15,32 @@ TARGET INLINE Floats NAME(inputs)(const Linear *l, const ELEMENT *x, long at) {
 }
 
 /*
+ * The codes of a whole group of x, in order. 0: it has NaN or infinity, and no codes yet.
+ * Magnitudes are compared as words, of which those two are the greatest.
+ */
+TARGET INLINE int NAME(quantize_group)(const ELEMENT *x, long group, int8_t *to, float *scale,
+                                       int32_t *total) {
+    const Words magnitude = splat_word(0x7fffffff);
+    Words most = splat_word(0), sum = most;
+#pragma GCC unroll 4
+    for (long i = 0; i < group; i += LANES)
+        most = max_words(most, and_words(as_words(FLOATS(x + i)), magnitude));
+    if (mask_bits(unordered(mul_lanes(as_floats(most), splat(0))))) return 0;
+    const float top = reduce_max(as_floats(most));
+    /* What is smaller is 0: its factor might be infinite. */
+    const Floats factor = splat(top > 1e-30f ? 127 / top : 0);
+#pragma GCC unroll 4
+    for (long i = 0; i < group; i += LANES) {
+        const Words some = words_of(mul_lanes(FLOATS(x + i), factor));
+        sum = add_words(sum, some);
+        store_codes(to + i, some);
+    }
+    *scale = top / 127;
+    *total = (int32_t)reduce_add(floats_of(sum));
+    return 1;
+}
+
+/*
  * The codes of a row of x. Its greatest number has code 127 or -127. Where a group has NaN or
  * infinity, its scale is NaN, and so is what it is multiplied with.
  */
@@ -24,6 +50,9 @@ TARGET static void NAME(quantize_row)(const Linear *l, const ELEMENT *x, long ro
     for (long g = 0; g < q->groups; g++) {
         const long first = g * q->group, at = row * q->groups + g;
         int8_t *to = c.codes + at * q->group;
+        if (q->order == NULL && first + q->group <= l->inputs &&
+            NAME(quantize_group)(x + first, q->group, to, c.scales + at, c.sums + at))
+            continue;
         Floats most = splat(0), zeros = most, sum = most;
         for (long i = 0; i < q->group; i += LANES) {
             const Floats some = NAME(inputs)(l, x, first + i);
@@ -37,7 +66,7 @@ TARGET static void NAME(quantize_row)(const Linear *l, const ELEMENT *x, long ro
             Floats some = mul_lanes(NAME(inputs)(l, x, first + i), splat(factor));
             some = zero == 0 ? round_lanes(some) : splat(0);
             sum = add_lanes(sum, some);
-            store_codes(to + i, some);
+            store_codes(to + i, words_of(some));
         }
         c.scales[at] = top / 127 + zero;
         c.sums[at] = (int32_t)reduce_add(sum);
