@@ -266,19 +266,26 @@ static void CODES(panels)(const Linear *l, long row, long rows, long first, long
                   .codes = x.codes + here * width,
                   .x_scales = x.scales + here * q->groups,
                   .sums = x.sums + here * q->groups};
-        /* All of `next`: by the only group of rows, or by the first three. */
-        const int fetched = next == NULL ? 0 : !at_once ? i == 0 : count < 3 ? 3 * (i == 0) : i < 3;
         for (long b = 0; b < panels; b += at_once ? PANELS : 1) {
             const long p = first + b;
+            /*
+             * PANELS at once prefetch all of `next`: the only group of rows does, or the first
+             * three. One alone prefetches the one after it.
+             */
+            const int is_last = at_once || b + 1 == panels;
+            const int fetched = is_last && next == NULL ? 0
+                                : !at_once              ? i == 0
+                                : count < 3             ? 3 * (i == 0)
+                                                        : i < 3;
             t.panels = (const char *)l->weights + p * panel;
             t.first = p * q->scaled * LANES;
             t.first_ratio = p * ratios;
-            if (next != NULL) {
-                const long then = (next - (const char *)l->weights) / panel + b;
-                t.first_ahead = then * q->scaled * LANES;
-                t.ratio_ahead = then * ratios;
-            }
-            t.ahead = next + (at_once ? i : b) * lines * 64 * (next != NULL);
+            t.ahead = t.panels + panel;
+            if (is_last && next != NULL) t.ahead = next + (at_once ? i * lines * 64 : 0);
+            const long then =
+                is_last && next != NULL ? (next - (const char *)l->weights) / panel : p + 1;
+            t.first_ahead = then * q->scaled * LANES;
+            t.ratio_ahead = then * ratios;
             t.out = sums + (at * PANELS + b) * LANES;
             (has_levels ? CODES(of_levels)[fetched] : tiles[at_once][fetched])[end - at](&t);
         }
