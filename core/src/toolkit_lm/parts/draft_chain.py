@@ -97,7 +97,7 @@ class DraftChain:
             ]
             if not offers:
                 continue
-            best = max(offers, key=lambda one: self._records[one.drafter].gain(one.stated))
+            best = max(offers, key=lambda offer: self._records[offer.drafter].gain(offer.stated))
             others = [name for name in proposals if name != best.drafter]
             tokens = inputs.histories.tokens(inputs.rows[place])
             pieces = [best, *self._extensions(seq_id, tokens, best, others, ask)]

@@ -175,8 +175,8 @@ def _generate(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingPara
         seconds,
         sum(output.num_prompt_tokens for output in outputs),
         num_outputs,
-        sum(one.num_draft_tokens for one in metrics),
-        sum(one.num_accepted_tokens for one in metrics),
+        sum(timing.num_draft_tokens for timing in metrics),
+        sum(timing.num_accepted_tokens for timing in metrics),
     )
 
 

@@ -14,7 +14,7 @@ _CANDIDATES = 24
 _VOTES = 8
 """Most earlier occurrences that predict the next tokens."""
 END = -1
-"""Separator of outputs, which is no token."""
+"""Separator of outputs, outside the vocabulary."""
 
 
 class Guess(NamedTuple):
@@ -26,7 +26,8 @@ class Guess(NamedTuple):
     @property
     def score(self) -> float:
         """Expected number of right drafts."""
-        total, product = 0.0, 1.0
+        total = 0.0
+        product = 1.0
         for probability in self.probabilities:
             product *= probability
             total += product

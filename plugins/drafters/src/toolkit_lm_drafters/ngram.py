@@ -56,7 +56,8 @@ class NgramDrafter(Drafter):
         for place in index.occurrences(view, end, _CANDIDATES):
             length = common_suffix(view, end, view, place, self._longest)
             if length > longest:
-                longest, source = length, place
+                longest = length
+                source = place
                 if length == self._longest:
                     break
         return _copy(view, source, end, self._num_drafts) if longest else []

@@ -52,7 +52,8 @@ class Options(Struct, frozen=True, kw_only=True):
     @property
     def lookup(self) -> tuple[int, int]:
         """Tokens of the shortest and of the longest n-gram."""
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        shortest = self.prompt_lookup_min
+        longest = self.prompt_lookup_max
         if shortest is None:
             shortest = min(2, longest or 2)
         return shortest, max(5, shortest) if longest is None else longest

@@ -55,8 +55,8 @@ class DraftRequests(RequestHalf):
             return ""
         keys = [key for key in request.cache_keys if key.start == 0 and key.end <= 2]
         others = {
-            name: given
-            for name, given in request.inputs.model_arguments.items()
+            name: value
+            for name, value in request.inputs.model_arguments.items()
             if name != "drafter"
         }
         if not keys and not others:

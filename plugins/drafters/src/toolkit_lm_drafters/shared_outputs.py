@@ -82,7 +82,7 @@ class SharedOutputs:
             return None
         made = _Scope(min(most, max(_SMALLEST, 2 * _floor(len(known) + more))))
         while self._scopes and self.num_bytes + made.num_bytes > self.most_bytes:
-            del self._scopes[min(self._scopes, key=lambda one: self._scopes[one].last_use)]
+            del self._scopes[min(self._scopes, key=lambda key: self._scopes[key].last_use)]
         if len(known):
             made.append(known)
         return made

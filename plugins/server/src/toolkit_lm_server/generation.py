@@ -146,8 +146,8 @@ class Generation:
         prompt = sum(output.num_prompt_tokens for output in self._latest.values())
         completion = sum(self._num_tokens)
         metrics = [output.metrics for output in self._latest.values() if output.metrics]
-        drafted = sum(one.num_draft_tokens for one in metrics)
-        accepted = sum(one.num_accepted_tokens for one in metrics)
+        drafted = sum(timing.num_draft_tokens for timing in metrics)
+        accepted = sum(timing.num_accepted_tokens for timing in metrics)
         drafts = {"draft_tokens": drafted, "accepted_draft_tokens": accepted} if drafted else {}
         return {
             "prompt_tokens": prompt,

@@ -67,8 +67,7 @@ _REFUSED = {
 
 def speculative_config(value: Any) -> dict[str, Any]:
     """A mapping, or its JSON. `method` may name several, for a chain of drafters."""
-    given = _mapping(value)
-    keys = {key: item for key, item in given.items() if item is not None}
+    keys = {key: item for key, item in _mapping(value).items() if item is not None}
     known = ("method", *_OPTIONS, *NO_EFFECT, *_REFUSED)
     for key, item in keys.items():
         if key not in known:
@@ -124,7 +123,10 @@ def _drafters(method: Any, model: Any) -> list[str]:
     if method is None:
         if model is None:
             raise ValueError(f"it has no method. Known: {', '.join(METHODS)}.")
-        method = model if model in METHODS else "eagle" if "eagle" in str(model) else "draft_model"
+        if model in METHODS:
+            method = model
+        else:
+            method = "eagle" if "eagle" in str(model) else "draft_model"
     names = method if isinstance(method, list | tuple) else str(method).split(",")
     return list(dict.fromkeys(_drafter(str(name).strip().lower()) for name in names))
 
