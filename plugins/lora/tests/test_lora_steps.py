@@ -68,6 +68,16 @@ def test_quantized_bases(adapters, quantization):
         assert len({str(one) for one in alone}) == 4
 
 
+def test_more_adapters_than_memory(adapters):
+    """Adapters are dropped and read again, with overlapping steps, too."""
+    for overlap in (False, True):
+        own = {"max_adapters": 2, "max_host_adapters": 1, "max_wait_seconds": 0}
+        with adapters.llm(own, overlap=overlap) as llm:
+            names = ["all", "rslora", "dora", "bias", None] * 2
+            for name, found in zip(names, adapters.ask(llm, *names), strict=True):
+                adapters.assert_is(found, name)
+
+
 def test_several_choices_beams_and_grammars(adapters):
     with adapters.llm(enable_prefix_caching=False) as llm:
         for params in (

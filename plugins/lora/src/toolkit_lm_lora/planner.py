@@ -83,7 +83,9 @@ class LoraPlanner(Planner):
 
     def _make_room(self, mine: set[str], count: int) -> bool:
         """Deactivates adapters without users for `count` others."""
-        idle = [one for one in self._active if not self._count.get(one) and one not in mine]
+        idle = [
+            digest for digest in self._active if not self._count.get(digest) and digest not in mine
+        ]
         short = len(self._active) + count - self._most
         if short > len(idle):
             return False
@@ -98,10 +100,11 @@ class LoraPlanner(Planner):
         """The adapter that has waited too long, if one of `mine` makes room for it."""
         if not self._waiting:
             return None
-        since, digest = min((min(those.values()), one) for one, those in self._waiting.items())
+        oldest = ((min(those.values()), digest) for digest, those in self._waiting.items())
+        since, digest = min(oldest)
         if time.monotonic() - since < self._patience or request.arrival_time < since:
             return None
-        fewest = min(self._active, key=lambda one: self._count.get(one, 0))
+        fewest = min(self._active, key=lambda name: self._count.get(name, 0))
         return digest[:8] if fewest in mine else None
 
     def begin(self, plan: StepPlan, request: Request) -> None:
@@ -128,7 +131,7 @@ class LoraPlanner(Planner):
         self._uses.pop(request_id, None)
 
     def _forget_waiting(self, request_id: str) -> None:
-        for digest in [one for one, those in self._waiting.items() if request_id in those]:
+        for digest in [digest for digest, those in self._waiting.items() if request_id in those]:
             del self._waiting[digest][request_id]
             if not self._waiting[digest]:
                 del self._waiting[digest]
@@ -140,19 +143,19 @@ class LoraPlanner(Planner):
         if not (changes.load or changes.activate or changes.deactivate):
             return None
         # In order: what was deactivated and activated again is active.
-        changes.deactivate = [one for one in changes.deactivate if one not in self._active]
+        changes.deactivate = [digest for digest in changes.deactivate if digest not in self._active]
         return Raw(msgpack.encode(changes))
 
     def awaits(self) -> bool:
         return bool(self._asked)
 
     def update(self, result: Raw) -> None:
-        told = msgpack.decode(result, type=Report)
-        self._held = {*told.held}
+        report = msgpack.decode(result, type=Report)
+        self._held = {*report.held}
         for digest in [*self._asked]:
-            if digest in told.failed:
-                self._failed[digest] = told.failed[digest]
-            if digest in self._held or digest in told.failed:
+            if digest in report.failed:
+                self._failed[digest] = report.failed[digest]
+            if digest in self._held or digest in report.failed or digest in report.dropped:
                 del self._asked[digest]
 
     def reset(self, plans: Iterable[StepPlan]) -> None:

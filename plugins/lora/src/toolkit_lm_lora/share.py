@@ -39,3 +39,5 @@ class Report(Struct, array_like=True):
     """Digests of the adapters that are in memory."""
     failed: dict[str, str]
     """By digest, why an adapter could not be read."""
+    dropped: list[str]
+    """Digests of adapters that have made room for others."""

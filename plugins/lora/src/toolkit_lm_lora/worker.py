@@ -49,6 +49,8 @@ class LoraPart(StepPart):
         self._held: dict[str, Adapter] = {}
         """By digest, the longest unused first."""
         self._failed: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
+        """By digest, of each adapter that was read. It may be read again after it was dropped."""
         self._active: dict[str, Adapter] = {}
         """Those that rows may have."""
         self._reported: Report | None = None
@@ -65,7 +67,7 @@ class LoraPart(StepPart):
         self._num_sampled = 0
 
     def facts(self) -> Raw:
-        return Raw(msgpack.encode(Report([], {})))
+        return Raw(msgpack.encode(Report([], {}, [])))
 
     # Memory
 
@@ -76,6 +78,7 @@ class LoraPart(StepPart):
             for digest in order.deactivate:
                 self._active.pop(digest, None)
             for digest, path in order.load:
+                self._paths[digest] = path
                 if digest not in self._held and digest not in self._loading:
                     self._failed.pop(digest, None)
                     self._loading[digest] = self._pool.submit(self._read, digest, path)
@@ -84,11 +87,11 @@ class LoraPart(StepPart):
         self._collect()
         for digest in order.activate:
             self._activate(digest)
-        self._evict()
-        report = Report([*self._held], self._failed)
+        dropped = self._evict()
+        report = Report([*self._held], self._failed, dropped)
         if encoded is None and report == self._reported:
             return None
-        self._reported = Report([*report.held], dict(report.failed))
+        self._reported = Report([*report.held], dict(report.failed), [])
         return Raw(msgpack.encode(report))
 
     @worker_method
@@ -163,6 +166,10 @@ class LoraPart(StepPart):
     def _activate(self, digest: str) -> None:
         """Makes an adapter ready for rows, on all ranks in the same step. Raises ToolkitError where
         this rank could not read it."""
+        is_dropped = digest not in self._held and digest not in self._loading
+        if is_dropped and digest in self._paths and digest not in self._failed:
+            # It made room for another one while the planner made this step.
+            self._loading[digest] = self._pool.submit(self._read, digest, self._paths[digest])
         self._collect(digest)
         if digest not in self._held:
             why = self._failed.get(digest, "it is not in memory")
@@ -182,15 +189,18 @@ class LoraPart(StepPart):
         adapter.dora.clear()
         self._active[digest] = adapter
 
-    def _evict(self) -> None:
-        """Drops adapters that no row has, the longest unused first, until they fit the budget."""
+    def _evict(self) -> list[str]:
+        """Drops adapters that no row may have, the longest unused first, until they fit the budget,
+        except the last one that was read. Returns their digests."""
         budget = int(self.options.host_gib * 2**30)
-        used = sum(adapter.num_bytes for adapter in self._held.values())
-        for digest in [*self._held]:
-            if used <= budget and len(self._held) <= self.options.max_host_adapters:
-                return
-            if digest not in self._active:
-                used -= self._held.pop(digest).num_bytes
+        idle = [digest for digest in self._held if digest not in self._active]
+        size = sum(self._held[digest].num_bytes for digest in idle)
+        dropped = []
+        while len(idle) > 1 and (size > budget or len(idle) > self.options.max_host_adapters):
+            digest = idle.pop(0)
+            size -= self._held.pop(digest).num_bytes
+            dropped.append(digest)
+        return dropped
 
     # Rows
 
