@@ -64,9 +64,9 @@ class AdapterConfig(Struct, kw_only=True):
     def patterns(self) -> list[str]:
         """Regular expressions of the config."""
         single = [
-            one
-            for one in (self.target_modules, self.exclude_modules, self.layers_pattern)
-            if isinstance(one, str)
+            pattern
+            for pattern in (self.target_modules, self.exclude_modules, self.layers_pattern)
+            if isinstance(pattern, str)
         ]
         several = [self.rank_pattern or (), self.alpha_pattern or (), self.modules_to_save or ()]
         return single + [pattern for each in several for pattern in each]
@@ -88,7 +88,7 @@ class AdapterConfig(Struct, kw_only=True):
             return False
         if self.exclude_modules and _matches(self.exclude_modules, module):
             return False
-        if any(re.match(rf"(^|.*\.){one}($|\..*)", module) for one in self.modules_to_save or ()):
+        if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save or ()):
             return False
         if not _matches(self.target_modules, module):
             return False
@@ -221,7 +221,7 @@ class AdapterFolder:
             tensors = msgspec.convert(found, dict[str, TensorInfo])
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: its header is not that of safetensors.") from error
-        if any(8 + length + one.data_offsets[1] > size for one in tensors.values()):
+        if any(8 + length + info.data_offsets[1] > size for info in tensors.values()):
             raise CheckpointError(f"{path} is cut off: it has {size} bytes.")
         if not tensors:
             raise CheckpointError(f"{path} has no tensors.")

@@ -77,7 +77,7 @@ class Change(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.nbytes for one in self if isinstance(one, Tensor | Product))
+        return sum(part.nbytes for part in self if isinstance(part, Tensor | Product))
 
 
 class Group(NamedTuple):

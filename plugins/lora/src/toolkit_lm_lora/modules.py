@@ -35,12 +35,12 @@ class Replacement:
             self._handle = None
 
     def _hook(
-        self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any], out: Any
+        self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], out: Any
     ) -> Any:
         is_pair = isinstance(out, tuple)
         result: Tensor = out[0] if is_pair else out
         # With a residual, the second output is the sum that is normalized; it is the input then.
-        x = out[1] if is_pair else given[0]
+        x = out[1] if is_pair else arguments[0]
         found = self._grouping.replaced(self._path, len(result))
         if not found:
             return out

@@ -26,7 +26,7 @@ class Names:
         modules = dict(model.named_modules())
         self._places: dict[str, Place] = {}
         self.modules: dict[str, nn.Module] = {}
-        """Modules with parameters of their own that are no linear layers, by their names: norms,
+        """Other modules than linear layers, with parameters of their own, by their names: norms,
         heads."""
         self._absent = [path for path, module in modules.items() if isinstance(module, Absent)]
         self.experts: dict[str, dict[int, list[LinearBase]]] = {}
@@ -69,7 +69,7 @@ class Names:
         return None if known is None else self.experts[known]
 
     def module(self, name: str) -> nn.Module | None:
-        """The module of that name that is no linear layer."""
+        """The module of that name, other than a linear layer."""
         known = self._known(name, self.modules)
         return None if known is None else self.modules[known]
 
@@ -86,15 +86,17 @@ class Names:
         if name in among:
             return name
         # The model's own base class has no "model." or "bert." before its names.
-        longer = [one for one in among if one.endswith(f".{name}") or name.endswith(f".{one}")]
+        longer = [
+            known for known in among if known.endswith(f".{name}") or name.endswith(f".{known}")
+        ]
         if len({*longer}) == 1:
             return longer[0]
         # Checkpoints and transformers have different names for the module around experts.
         alike = [
-            one
-            for one in self._by_tail.get(_tail(name), ())
-            if one in among
-            and (one in self.experts or f"{one.rpartition('.')[0]}.experts" in self.experts)
+            known
+            for known in self._by_tail.get(_tail(name), ())
+            if known in among
+            and (known in self.experts or f"{known.rpartition('.')[0]}.experts" in self.experts)
         ]
         return alike[0] if len(alike) == 1 else None
 
