@@ -151,3 +151,14 @@ def test_an_engine_without_adapters(adapters):
 def test_options_that_are_wrong(adapters, own, wrong):
     with pytest.raises(ConfigError, match=wrong), adapters.llm(own):
         pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"optimization_level": 1}, {"compilation_config": {"cudagraph_mode": "full"}}],
+    ids=str,
+)
+def test_compiled_models_are_refused(adapters, options):
+    """They would leave adapters out, in silence."""
+    with pytest.raises(ConfigError, match="--optimization-level 0"), adapters.llm(**options):
+        pass

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec import Raw, msgpack
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.errors import CheckpointError, ToolkitError, UnsupportedError
+from toolkit_lm.errors import CheckpointError, ConfigError, ToolkitError, UnsupportedError
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model import LinearBase, Rows
 from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
@@ -37,6 +37,12 @@ class LoraPart(StepPart):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        compilation = self.config.compilation
+        if compilation.optimization_level or compilation.details.cudagraph_mode != "none":
+            raise ConfigError(
+                "adapters do not run in compiled models and CUDA graphs, which would leave them "
+                "out: give --optimization-level 0 and the cudagraph_mode none."
+            )
         names = Names(self.model)
         parallel = self.config.parallel
         self._group = tensor_parallel_group(parallel)
