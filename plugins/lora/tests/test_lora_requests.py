@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
 from lora_adapters import FORMS, PROMPT, Adapters, given
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm_lora.front import LoRARequest
 
@@ -124,6 +125,23 @@ def test_requests_of_vllms_shape(adapters, llm):
     llm.generate([[1]], SamplingParams(max_tokens=1), lora_request=dora, use_tqdm=False)
     with pytest.raises(RequestError, match="its scale can only be 1"):
         ask(llm, adapters=[{"name": "dora", "scale": 2}])
+
+
+def test_requests_of_async_engines(adapters):
+    """`lora_request` is a request's option of AsyncLLM, and of LLMEngine."""
+    asyncio.run(ask_async_engine(adapters, "rslora"))
+
+
+async def ask_async_engine(adapters, name):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    given = {"plugin_option": {"lora": {"enabled": True}}, "renderer": "tokens"}
+    given |= {"num_kv_blocks": 64, "block_size": 16, "max_model_len": 128, "dtype": "float32"}
+    config = VllmConfig.make(model=str(adapters.checkpoint), **given)
+    async with AsyncLLM(config) as engine:
+        prompt = {"prompt_token_ids": PROMPT}
+        for request in (adapters.request(name), None):
+            *_, last = [out async for out in engine.generate(prompt, params, lora_request=request)]
+            adapters.assert_is(last, name if request else None)
 
 
 def test_an_engine_without_adapters(adapters):

@@ -197,8 +197,10 @@ class TestLLM:
         )
         while engine.has_unfinished_requests():
             assert engine.step()[-1].outputs[0].finished()
-        with pytest.raises(ValueError, match="unknown request option 'lora_request'"):
+        with pytest.raises(RequestError, match="this engine has no adapters"):
             engine.add_request("2", "a", lora_request="adapter")
+        with pytest.raises(RequestError, match="unknown request option 'lora_requests'"):
+            engine.add_request("2", "a", lora_requests="adapter")
 
     def test_a_request_keeps_its_parameters(self, llm):
         params = SamplingParams(temperature=0, max_tokens=6)

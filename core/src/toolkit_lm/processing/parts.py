@@ -12,6 +12,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.requests import RequestOptions
 
 
 class RequestHalf:
@@ -35,8 +36,9 @@ class RequestHalf:
         return None, []
 
     def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
-        """Returns what a keyword of `LLM.generate` or `LLM.chat` adds to the request's context,
-        which `prepare` reads. None: the half has no such keyword. Raises RequestError."""
+        """Returns what a keyword of `LLM.generate`, `LLM.chat` or a request's options adds to the
+        request's context, which `prepare` reads. None: the half has no such keyword. Raises
+        RequestError."""
         return None
 
 
@@ -57,6 +59,21 @@ class RequestParts:
         """Returns the result of the first half that has the keyword; None: there is none."""
         found = (half.keyword(name, value) for half in self.by_name.values())
         return next((context for context in found if context is not None), None)
+
+    def with_context(self, options: RequestOptions) -> RequestOptions:
+        """Returns the options, with the keywords of the parts as `context`."""
+        context: dict[str, str] = {}
+        others = RequestOptions()
+        for name, value in options.items():
+            is_own = value is None or name in RequestOptions.__annotations__
+            own = None if is_own else self.keyword(name, value)
+            if own is None:
+                others[name] = value  # type: ignore[literal-required]
+            else:
+                context |= own
+        if context:
+            others["context"] = {**others.get("context", {}), **context}
+        return others
 
     def prepare(self, request: EngineRequest) -> None:
         """Adds the parts' data and cache keys to a request. Raises RequestError; if a half has

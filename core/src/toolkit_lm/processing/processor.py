@@ -329,6 +329,7 @@ class Processor:
                 f"a request id must be a text, not a {type(request_id).__name__}.", "request_id"
             )
         if options:
+            options = self.parts.with_context(options)
             check_options(options)
         now = time.monotonic()
         timeout = options.get("timeout")

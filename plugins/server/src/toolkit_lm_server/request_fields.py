@@ -103,7 +103,7 @@ def sampling_parameters(note: str) -> dict[str, Verdict]:
     }
 
 
-_NO_ADAPTERS = "no adapters are applied to the model: serve a merged checkpoint"
+_ADAPTERS = "give an adapter's name as the model"
 _OWN_FIELDS = "parameters of plugins are fields of their own"
 _REASONING = "the operator chooses how reasoning is read (reasoning_parser): leave it out"
 _STRUCTURE = "use structured_outputs or response_format"
@@ -156,7 +156,7 @@ COMMON: Verdicts = {
     ),
     **refused(_OWN_FIELDS, "extra_args vllm_xargs custom_params"),
     **refused("bring a logits processor as a plugin", "logits_processors custom_logit_processor"),
-    **refused(_NO_ADAPTERS, "lora_request lora_path lora adapter_id adapters adapter_name"),
+    **refused(_ADAPTERS, "lora_request lora_path lora adapter_id adapters adapter_name"),
     # vLLM.
     **refused("prompts are texts or token ids", "prompt_embeds input_embeds input_ids inputs"),
     **refused(
