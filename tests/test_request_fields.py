@@ -23,6 +23,7 @@ PREFIX = [(37 * i) % 250 + 16 for i in range(48)]
 PROMPTS = [[*PREFIX, tail] for tail in (20, 21, 22)]
 OPTIONS = {"num_kv_blocks": 256, "block_size": 4, "max_model_len": 128, "dtype": "float32"}
 ON_LOGITS_ALONE = {
+    "drafter",
     "dry",
     "no_repeat_ngram",
     "typical",
@@ -46,7 +47,7 @@ def folder(make_llama, tmp_path_factory):
 
 
 def params_of(name, **fields) -> SamplingParams:
-    given = {} if name is None else {"extra_args": {"adapter": name}}
+    given = {} if name is None else {"extra_args": {"style": name}}
     return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **given, **fields)
 
 
@@ -172,7 +173,7 @@ async def test_adapters_of_async_llm_and_over_http(folder, expected):
                         "return_token_ids": True,
                     }
                     answer = (
-                        await client.post("/v1/completions", json={**body, "adapter": name})
+                        await client.post("/v1/completions", json={**body, "style": name})
                     ).json()
                     assert answer["choices"][0]["token_ids"] == expected[name, tail], (name, tail)
                     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 48

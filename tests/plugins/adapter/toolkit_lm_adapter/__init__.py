@@ -13,10 +13,10 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, ModelRegistry, hookimpl
 class AdapterParams(ProcessorParams):
     """Request parameters of the adapter."""
 
-    adapter: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
+    style: Annotated[str | None, param("Name of the adapter.", max_length=64)] = None
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
-        return None if self.adapter is None else {"adapter": self.adapter}
+        return None if self.style is None else {"style": self.style}
 
 
 @hookimpl

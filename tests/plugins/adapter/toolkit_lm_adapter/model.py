@@ -23,7 +23,7 @@ class AdapterPart(StepPart):
         self._vectors: dict[int, np.ndarray] = {}
 
     def add(self, seq: NewSequence) -> None:
-        name = seq.inputs.model_arguments.get("adapter", {}).get("adapter", "")
+        name = seq.inputs.model_arguments.get("adapter", {}).get("style", "")
         drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
             self.config.hf_config["hidden_size"]
         )
