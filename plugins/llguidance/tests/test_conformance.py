@@ -71,6 +71,7 @@ class Renderer:
 class TestStructuredOutput(LogitsProcessorConformance):
     processor = StructuredOutput
     params = StructuredOutputs
+    end_token_id = EOS
     cases = (
         {"structured_outputs": {"regex": "[a-z]*"}},
         {"response_format": {"type": "json_object"}},

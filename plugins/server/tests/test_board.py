@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from toolkit_lm.events import RequestEvent
+from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.frontend import Health
 from toolkit_lm_server.metric_names import VLLM_NAMES
 from toolkit_lm_server.metrics import Metrics
@@ -40,6 +40,8 @@ def samples(names: str) -> dict[str, set[str]]:
     metrics.refused(429)
     for kind, reason in (("finished", "stop"), ("aborted", "timeout")):
         metrics.toolkit_event(RequestEvent(kind=kind, finish_reason=reason, **ENDED))
+    step = StepEvent(time=2.0, duration=1.0, num_tokens=3, num_compilations=0, drafts=[(2, 1)])
+    metrics.toolkit_event(step)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:

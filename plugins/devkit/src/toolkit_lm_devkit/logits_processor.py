@@ -63,6 +63,8 @@ class LogitsProcessorConformance(Conformance):
     """Parameters of requests, each of which turns the processor on."""
     wrong: ClassVar[Sequence[Mapping[str, Any]]] = ()
     """Parameters of requests that are refused."""
+    end_token_id: ClassVar[int | None] = None
+    """Token that ends an answer of the processor: nothing is drawn after it."""
 
     @classmethod
     def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -211,8 +213,9 @@ class LogitsProcessorConformance(Conformance):
             found = sample(logits.flatten(0, 1), selected)
             for index, token in enumerate(found.token_ids):
                 row, step = divmod(index, _DRAFTS + 1)
-                if wrong and row % 2 and step == _DRAFTS:
-                    # After the wrong draft: what is drawn or fails there is not kept.
+                is_ended = any(drawn[i][row] == self.end_token_id for i in range(step))
+                if is_ended or (wrong and row % 2 and step == _DRAFTS):
+                    # After the end, or the wrong draft: what is drawn or fails there is not kept.
                     continue
                 assert index not in found.errors, found.errors[index]
                 assert token == drawn[step][row], (
