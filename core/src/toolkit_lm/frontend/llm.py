@@ -171,17 +171,14 @@ class LLM(PoolingMixin):
         """Returns the context of each of `count` requests, from keywords of plugins' parts, and the
         other keywords."""
         contexts: list[dict[str, str]] = [{} for _ in range(count)]
+        halves = self.engine.processor.parts.keywords
         others = {}
         for name, value in keywords.items():
-            found = [
-                {} if item is None else self.engine.processor.parts.keyword(name, item)
-                for item in _each(value, name, count)
-            ]
-            if None in found:
+            if name not in halves:
                 others[name] = value
-            else:
-                for context, own in zip(contexts, found, strict=True):
-                    context.update(own or {})
+                continue
+            for context, item in zip(contexts, _each(value, name, count), strict=True):
+                context |= {} if item is None else halves[name].keyword(name, item)
         return contexts, others
 
     def _params(

@@ -3,8 +3,8 @@ request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from msgspec import Raw, structs
 
@@ -18,6 +18,9 @@ from toolkit_lm.processing.requests import RequestOptions
 class RequestHalf:
     """Front half of a part. There is one per front. Its module imports no torch. `prepare` may be
     called from several threads."""
+
+    keywords: ClassVar[Sequence[str]] = ()
+    """Keywords of `LLM.generate`, `LLM.chat` and of a request's options that the half has."""
 
     def __init__(self, config: VllmConfig, *, options: Any) -> None:
         """`config` is resolved. `options`: the plugin's own options, or None."""
@@ -35,11 +38,10 @@ class RequestHalf:
         """
         return None, []
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
-        """Returns what a keyword of `LLM.generate`, `LLM.chat` or a request's options adds to the
-        request's context, which `prepare` reads. None: the half has no such keyword. Raises
+    def keyword(self, name: str, value: Any) -> Mapping[str, str]:
+        """Returns what one of `keywords` adds to a request's context, which `prepare` reads. Raises
         RequestError."""
-        return None
+        raise NotImplementedError
 
 
 class RequestParts:
@@ -54,25 +56,21 @@ class RequestParts:
             )
             for entry in plugins.parts.used("request", config)
         }
-
-    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
-        """Returns the result of the first half that has the keyword; None: there is none."""
-        found = (half.keyword(name, value) for half in self.by_name.values())
-        return next((context for context in found if context is not None), None)
+        self.keywords = {name: half for half in self.by_name.values() for name in half.keywords}
+        """The halves of keywords."""
 
     def with_context(self, options: RequestOptions) -> RequestOptions:
         """Returns the options, with the keywords of the parts as `context`."""
+        if options.keys().isdisjoint(self.keywords):
+            return options
         context: dict[str, str] = {}
         others = RequestOptions()
         for name, value in options.items():
-            is_own = value is None or name in RequestOptions.__annotations__
-            own = None if is_own else self.keyword(name, value)
-            if own is None:
-                others[name] = value  # type: ignore[literal-required]
+            if name in self.keywords and value is not None:
+                context |= self.keywords[name].keyword(name, value)
             else:
-                context |= own
-        if context:
-            others["context"] = {**others.get("context", {}), **context}
+                others[name] = value  # type: ignore[literal-required]
+        others["context"] = {**others.get("context", {}), **context}
         return others
 
     def prepare(self, request: EngineRequest) -> None:

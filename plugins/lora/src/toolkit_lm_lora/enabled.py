@@ -12,6 +12,8 @@ from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
 
 _OFF = "this engine has no adapters. Start it with the option lora.enabled=true."
+KEYWORDS = ("lora_request",)
+"""Keywords of `LLM.generate`."""
 _NAMES = ("lora", "toolkit_lm_lora")
 """Names of the plugin: installed, and given from code."""
 
@@ -33,6 +35,8 @@ def is_disabled(config: VllmConfig) -> bool:
 class Refusing(RequestHalf):
     """Refuses requests that name an adapter."""
 
+    keywords = KEYWORDS
+
     def prepare(
         self, request: EngineRequest, arguments: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
@@ -41,7 +45,5 @@ class Refusing(RequestHalf):
             raise RequestError(_OFF, named[0])
         return None, []
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
-        if name == "lora_request":
-            raise RequestError(_OFF, name)
-        return None
+    def keyword(self, name: str, value: Any) -> Mapping[str, str]:
+        raise RequestError(_OFF, name)

@@ -14,6 +14,7 @@ from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, neares
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
 
+from toolkit_lm_lora.enabled import KEYWORDS
 from toolkit_lm_lora.files import CONFIG, AdapterFolder
 from toolkit_lm_lora.share import Use
 
@@ -53,6 +54,8 @@ class Registered:
 class LoraRequests(RequestHalf):
     """The share of a request: its adapters. Cached prefixes are kept apart by the digests of their
     contents."""
+
+    keywords = KEYWORDS
 
     def __init__(self, config: VllmConfig, *, options: Any) -> None:
         self.options = options
@@ -119,10 +122,8 @@ class LoraRequests(RequestHalf):
             raise RequestError(f"there is no adapter {name!r}. {near}", param)
         return known
 
-    def keyword(self, name: str, value: Any) -> Mapping[str, str] | None:
+    def keyword(self, name: str, value: Any) -> Mapping[str, str]:
         """The context of vLLM's `lora_request`, whose adapter is registered."""
-        if name != "lora_request":
-            return None
         lora_name = getattr(value, "lora_name", None)
         lora_path = getattr(value, "lora_path", None)
         if not (isinstance(lora_name, str) and isinstance(lora_path, str) and lora_name):
