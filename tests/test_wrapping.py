@@ -122,8 +122,7 @@ def test_layers_say_which_rows_they_are_given(make_llama, adapting):
     seen = adapting(LlamaForCausalLM)
     run(folder)
     heads = [rows for name, _, rows in seen if name == "lm_head"]
-    first, *others = heads[-GREEDY["max_tokens"] :]  # before it, the warm-up
-    assert (first.tolist(), set(others)) == ([8, 12], {Rows.SAMPLED})
+    assert set(heads[-GREEDY["max_tokens"] :]) == {Rows.SAMPLED}  # before it, the warm-up
     assert {rows for name, _, rows in seen if name != "lm_head"} == {Rows.FLAT}
 
 
@@ -135,7 +134,7 @@ def test_heads_name_the_tokens_of_prompts(make_llama, adapting):
     given = [
         rows.tolist() for name, x, rows in seen if name == "lm_head" and rows is not Rows.SAMPLED
     ]
-    assert given == [list(range(8)), [8], list(range(3)), [3]]
+    assert given == [list(range(8)), list(range(3))]
 
 
 def test_experts_are_given_the_tokens_that_went_to_them(tmp_path, adapting):

@@ -178,5 +178,5 @@ def test_options_that_are_wrong(adapters, own, wrong):
 )
 def test_compiled_models_are_refused(adapters, options):
     """They would leave adapters out, in silence."""
-    with pytest.raises(ConfigError, match="--optimization-level 0"), adapters.llm(**options):
+    with pytest.raises(ConfigError, match="optimization_level 0"), adapters.llm(**options):
         pass

@@ -268,14 +268,17 @@ class EngineCore:
         now = time.monotonic()
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
-        num_tokens = step.plan.num_tokens
-        self.scheduler.observe(step.plan, result, duration)
+        self.scheduler.preemption.observe(step.plan.num_tokens, duration)
+        if self.scheduler.draft_budget is not None:
+            num_sampled = sum(map(len, result.token_ids))
+            self.scheduler.draft_budget.observe(step.plan, num_sampled, duration)
+        self.scheduler.policy.observe(step.plan, duration)
         if self.listening:
             got = [len(output.token_ids) for output in outputs if output.token_ids]
             event = StepEvent(
                 time=now,
                 duration=duration,
-                num_tokens=num_tokens,
+                num_tokens=step.plan.num_tokens,
                 num_output_tokens=sum(got),
                 num_output_sequences=len(got),
                 drafts=[

@@ -56,13 +56,15 @@ class RequestParts:
             )
             for entry in plugins.parts.used("request", config)
         }
+        self.prepares = any(
+            type(half).prepare is not RequestHalf.prepare for half in self.by_name.values()
+        )
+        """Whether `prepare` has anything to do."""
         self.keywords = {name: half for half in self.by_name.values() for name in half.keywords}
         """The halves of keywords."""
 
     def with_context(self, options: RequestOptions) -> RequestOptions:
         """Returns the options, with the keywords of the parts as `context`."""
-        if options.keys().isdisjoint(self.keywords):
-            return options
         context: dict[str, str] = {}
         others = RequestOptions()
         for name, value in options.items():

@@ -134,7 +134,7 @@ class PoolingProcessor:
         # A pooler's state of a sequence between its chunks is lost with its row.
         message.draws_tokens = message.swappable = False
         self._limits.check(message)
-        if self._parts.by_name:
+        if self._parts.prepares:
             self._parts.prepare(message)
         return PreparedRequest(message, prompt if isinstance(prompt, str) else None)
 

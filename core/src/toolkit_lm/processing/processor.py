@@ -310,7 +310,7 @@ class Processor:
             message.inputs = inputs_by_rules(
                 self._encoder_decoder, message, self._vocab_size, self.plugins
             )
-        if self.parts.by_name:
+        if self.parts.prepares:
             self.parts.prepare(message)
         scope = options.get("stop_scope")
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
@@ -329,7 +329,8 @@ class Processor:
                 f"a request id must be a text, not a {type(request_id).__name__}.", "request_id"
             )
         if options:
-            options = self.parts.with_context(options)
+            if not self.parts.keywords.keys().isdisjoint(options):
+                options = self.parts.with_context(options)
             check_options(options)
         now = time.monotonic()
         timeout = options.get("timeout")

@@ -204,7 +204,8 @@ class ModelRunner:
             return StepResult(token_ids=[], parts=answers, loads=loads)
         inputs = self.step_inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
-        self._sampler.begin(inputs)
+        if inputs.num_drafts.any() or self._processors.names:
+            self._sampler.begin(inputs)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             with forward_context(self._context):
                 hidden_states = self._forward(inputs)
@@ -214,7 +215,8 @@ class ModelRunner:
                 for name, finish in self.parts.finish:
                     if (answer := finish(inputs, hidden_states, result, self._run)) is not None:
                         answers[name] = answer
-            self._sampler.drafts(inputs, result)
+            if self._processors.names:
+                self._sampler.drafts(inputs, result)
             num_compiled = 0
             for count in self._counters:
                 num_compiled += count()

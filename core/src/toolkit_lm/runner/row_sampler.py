@@ -60,9 +60,9 @@ class RowSampler:
     # A step calls these in turn
 
     def begin(self, inputs: StepInputs) -> None:
-        """Prepares a step's draws before its forward pass: logits processors may work meanwhile."""
+        """Prepares a step's draws before its forward pass, in steps with drafts or logits
+        processors, which may work meanwhile."""
         self._positions = None
-        self._accepted = {}
         if inputs.num_drafts.any():
             self._positions = self._find_positions(inputs)
         sampling = self._batch.sampling
@@ -75,6 +75,7 @@ class RowSampler:
             sampling.processors.begin(*selected.users(rows))
 
     def _find_positions(self, inputs: StepInputs) -> Positions:
+        self._accepted = {}
         rows = inputs.rows[inputs.sampling]
         num_drafts = inputs.num_drafts - self._accept_forced(inputs)
         counts = num_drafts + 1
@@ -93,23 +94,15 @@ class RowSampler:
             )
         if not len(inputs.sampling):
             return result
+        # In a decode step each row has one token, and samples one.
         is_decode = len(inputs.sampling) == len(hidden_states)
-        if self._positions is None and not sampling.num_candidates.any():
-            self._sample_plain(inputs, hidden_states, result, is_decode)
-        else:
+        if inputs.num_drafts.any() or sampling.num_candidates.any():
             self._sample_drafted(inputs, hidden_states, result)
-        return result
-
-    def _sample_plain(
-        self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, is_decode: bool
-    ) -> None:
-        """Samples for a step without drafts and beams. `is_decode`: each row has one token, and
-        samples one."""
+            return result
         rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
         last = hidden_states
         if not is_decode:
             last = _rows(hidden_states, inputs.query_start[1:][inputs.sampling] - 1)
-        sampling = self._batch.sampling
         if sampling.unusual:
             logits = self._model.compute_logits(last)
             sampled = sample(logits, sampling.select(rows), self._model.kernels.likeliest)
@@ -119,7 +112,9 @@ class RowSampler:
         self._batch.append_tokens(rows, sampled.token_ids)
         for place, token in zip(inputs.sampling, sampled.token_ids, strict=True):
             result.token_ids[place].append(token)
-        self._store_others(inputs.plan, result, sampled, inputs.sampling)
+        if sampled.logprobs or sampled.errors or sampled.states:
+            self._store_others(plan, result, sampled, inputs.sampling)
+        return result
 
     def _sample_drafted(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult
@@ -129,7 +124,8 @@ class RowSampler:
         sampling = self._batch.sampling
         for place, drafts in self._accepted.items():
             result.token_ids[place] = list(drafts)
-        positions = self._positions or self._find_positions(inputs)
+        positions = self._positions if inputs.num_drafts.any() else None
+        positions = positions or self._find_positions(inputs)
         rows, num_drafts, within, first = positions
         last = _rows(hidden_states, within)
         with logits_of_tokens(to_device(within, last.device)):

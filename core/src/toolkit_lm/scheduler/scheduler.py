@@ -238,13 +238,6 @@ class Scheduler:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Records a step's duration."""
-        self.preemption.observe(plan.num_tokens, seconds)
-        if self.draft_budget is not None:
-            self.draft_budget.observe(plan, sum(map(len, result.token_ids)), seconds)
-        self.policy.observe(plan, seconds)
-
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
         """Steps failed or were interrupted, so the runner's state cannot be relied on.
 

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
@@ -46,6 +47,13 @@ class LoraParams(ProcessorParams):
         list[dict[str, Any]] | None,
         param("Adapters that are added: [{'name': ..., 'scale': ...}].", max_items=16),
     ] = None
+
+    def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
+        from toolkit_lm_lora.enabled import is_enabled, refusal
+
+        if not is_enabled(renderer.config):
+            raise refusal("adapters" if self.adapter is None else "adapter")
+        return super().prepare(renderer)
 
 
 @hookimpl

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Raw
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
 
 _OFF = "this engine has no adapters. Start it with the option lora.enabled=true."
@@ -16,6 +14,11 @@ KEYWORDS = ("lora_request",)
 """Keywords of `LLM.generate`."""
 _NAMES = ("lora", "toolkit_lm_lora")
 """Names of the plugin: installed, and given from code."""
+
+
+def refusal(param: str) -> RequestError:
+    """The error of a request that names an adapter where there are none."""
+    return RequestError(_OFF, param)
 
 
 def is_enabled(config: VllmConfig) -> bool:
@@ -33,17 +36,9 @@ def is_disabled(config: VllmConfig) -> bool:
 
 
 class Refusing(RequestHalf):
-    """Refuses requests that name an adapter."""
+    """Refuses keywords that name an adapter, as LoraParams refuses parameters."""
 
     keywords = KEYWORDS
 
-    def prepare(
-        self, request: EngineRequest, arguments: Mapping[str, Any]
-    ) -> tuple[Raw | None, list[CacheKey]]:
-        values = request.inputs.model_arguments.get("lora", {})
-        if named := [name for name, value in values.items() if value]:
-            raise RequestError(_OFF, named[0])
-        return None, []
-
     def keyword(self, name: str, value: Any) -> Mapping[str, str]:
-        raise RequestError(_OFF, name)
+        raise refusal(name)

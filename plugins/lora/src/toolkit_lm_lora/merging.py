@@ -30,7 +30,7 @@ def merge(config: VllmConfig, plugins: Plugins, adapter: Path, out: Path) -> int
     """Writes the checkpoint of `config` with `adapter` merged into it to the folder `out`. Returns
     the number of tensors that it changed. Raises ToolkitError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {str(out)!r} is there, and is not an empty folder.")
+        raise ConfigError(f"the folder {str(out)!r} is there, and is not empty.")
     resolved = resolve(config.replace(device="cpu"), plugins)
     assert resolved.checkpoint is not None
     if resolved.hf_config.get("quantization_config"):

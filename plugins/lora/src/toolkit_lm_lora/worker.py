@@ -41,7 +41,7 @@ class LoraPart(StepPart):
         if compilation.optimization_level or compilation.details.cudagraph_mode != "none":
             raise ConfigError(
                 "adapters do not run in compiled models and CUDA graphs, which would leave them "
-                "out: give --optimization-level 0 and the cudagraph_mode none."
+                "out: give optimization_level 0 and the cudagraph_mode none."
             )
         names = Names(self.model)
         parallel = self.config.parallel
