@@ -57,7 +57,9 @@ def test_throughput_with_drafts(bench):
     """Greedy answers of tiny repeat themselves sooner or later."""
     flags = ["--input-len", 5, "--output-len", 100, "--max-model-len", 128, "--num-prompts", 2]
     flags += ["--warmup", 0, "--repeats", 1, "--temperature", 0, "--ignore-eos"]
-    code, out, err = bench("throughput", "tiny", *flags, "--drafter", "ngram")
+    code, out, err = bench(
+        "throughput", "tiny", *flags, "--drafter", "ngram", "--draft-budget", "all"
+    )
     assert code == 0, err
     assert "accepted drafts per draft" in out and "output tokens per step" in out
     code, out, err = bench("throughput", "tiny", *flags)
