@@ -122,10 +122,11 @@ class RowSampler:
         """Samples for a step in which some rows have drafts or are beams."""
         plan = inputs.plan
         sampling = self._batch.sampling
-        for place, drafts in self._accepted.items():
-            result.token_ids[place] = list(drafts)
+        # Without drafts, `begin` may not have been called.
         positions = self._positions if inputs.num_drafts.any() else None
         positions = positions or self._find_positions(inputs)
+        for place, drafts in self._accepted.items():
+            result.token_ids[place] = list(drafts)
         rows, num_drafts, within, first = positions
         last = _rows(hidden_states, within)
         with logits_of_tokens(to_device(within, last.device)):
