@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from toolkit_lm.errors import ConfigError
@@ -33,6 +34,8 @@ def scripted(make_engine):
         def __init__(self, text, *, template=HERMES, reason="stop"):
             super().__init__()
             self.plugins = Plugins.load()
+            # The routes of plugins look for their halves.
+            self.processor = SimpleNamespace(parts=SimpleNamespace(by_name={}), tasks=())
             self.text = text
             self.reason = reason
             self.apps = {}
