@@ -173,7 +173,7 @@ class EagleDrafter(ModelDrafter):
 
 
 def _found(names: Collection[str], is_third: bool) -> dict[str, bool]:
-    """What only the checkpoint's tensors tell of a head."""
+    """Properties of a head that only the checkpoint's tensors tell."""
     return {
         "attention_bias": any(name.endswith("q_proj.bias") for name in names),
         "output_bias": any(name.endswith("o_proj.bias") for name in names),

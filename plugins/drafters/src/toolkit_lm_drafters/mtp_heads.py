@@ -126,7 +126,7 @@ class MtpHead(nn.Module):
         return out
 
     def before_logits(self, hidden: Tensor) -> Tensor:
-        """What the model's head reads, from results of `forward`."""
+        """Input of the model's head, from results of `forward`."""
         normed: Tensor = hidden if self.layout.norms_hidden else self.norm(hidden)
         return normed
 

@@ -50,7 +50,7 @@ class Product:
 
 
 class Change(NamedTuple):
-    """What one adapter changes in one layer: this rank's share. Each field may be None."""
+    """Changes by one adapter in one layer: this rank's share. Each field may be None."""
 
     low: Product | None = None
     """A: inputs -> rank. Of several adapted parts of a fused layer, one after the other."""

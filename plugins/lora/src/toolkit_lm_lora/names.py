@@ -102,6 +102,6 @@ class Names:
 
 
 def _tail(name: str) -> tuple[str, str]:
-    """What names of one module have in common: up to the layer's number, and the last part."""
+    """Common parts of the names of one module: up to the layer's number, and the last part."""
     head = re.match(r".*?\.\d+\.", name)
     return (head[0] if head else "", name.rpartition(".")[2]) if head else ("", name)

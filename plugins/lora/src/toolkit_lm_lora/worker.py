@@ -281,7 +281,7 @@ class LoraPart(StepPart):
         return layer.method, made
 
     def groups_of(self, rows: Rows | Tensor, count: int, layer: str) -> list[Group]:
-        """As in Grouping. A drafter calls layers with other rows: they have no adapter."""
+        """Groups as in Grouping. Rows of a drafter's calls have no adapter."""
         found = []
         for group in self._step:
             if layer not in group.adapter.changes:
@@ -303,8 +303,8 @@ class LoraPart(StepPart):
         return found
 
     def replaced(self, path: str, count: int) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Of a module other than a linear layer, called with `count` rows: the parameters in the
-        place of its own, and the rows."""
+        """Parameters in the place of a module's own, and their rows, in a call with `count` rows.
+        The module is not a linear layer."""
         found = []
         for group in self._step:
             if path not in group.adapter.modules:
