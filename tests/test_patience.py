@@ -1,7 +1,8 @@
 """No test depends on the machine's load: none fails because something took a few seconds.
 
 A bound of seconds on the wall is there against what hangs, and is far from what a test takes. What
-is to be fast is held to the time of processors, or to a count of what is done.
+is to be fast is held to the time of processors, or to a count of what is done. Where something is
+to take its time, the clock starts before what it counts from: the server's begins as it accepts.
 """
 
 from __future__ import annotations
@@ -80,3 +81,58 @@ def test_bounds_on_the_wall_are_far_from_what_a_test_takes():
 def test_a_hasty_bound_is_found(line):
     assert list(hasty(line.format(5))) == [1]
     assert list(hasty(line.format(30))) == []
+
+
+def late_starts(source: str) -> Iterator[int]:
+    """Lines that start a clock after a connection, where an age by it has a least value."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    for function in functions:
+        nodes = list(ast.walk(function))
+        connects = [
+            node.lineno
+            for node in nodes
+            if isinstance(node, ast.Call) and "connect" in ast.unparse(node.func)
+        ]
+        ages = [
+            age
+            for node in nodes
+            if isinstance(node, ast.Compare)
+            for age in least_ages(node)
+            if isinstance(age, ast.BinOp) and ast.unparse(age.left) in CLOCKS
+        ]
+        starts = {ast.unparse(age.right) for age in ages}
+        for node in nodes:
+            is_start = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in starts
+            if is_start and any(line < node.lineno for line in connects):
+                yield node.lineno
+
+
+def least_ages(compared: ast.Compare) -> Iterator[ast.expr]:
+    """The sides of a comparison that something is less than."""
+    sides = [compared.left, *compared.comparators]
+    for left, operator, right in zip(sides, compared.ops, sides[1:], strict=False):
+        if isinstance(operator, ast.Lt | ast.LtE):
+            yield right
+        elif isinstance(operator, ast.Gt | ast.GtE):
+            yield left
+
+
+def test_clocks_start_before_what_they_count_from():
+    found = {file.relative_to(ROOT): list(late_starts(file.read_text())) for file in FILES}
+    assert {str(file): lines for file, lines in found.items() if lines} == {}, (
+        "on a busy machine the other side's clock has run for a while: start it before connecting"
+    )
+
+
+@pytest.mark.parametrize("least", ["0.5 < {} < 8", "{} > 0.5", "0.5 <= {}"])
+def test_a_late_start_is_found(least):
+    asserted = "    assert " + least.format("time.monotonic() - start")
+    lines = ["    start = time.monotonic()", "    one = connect(port)"]
+    for first, found in ((lines, []), (lines[::-1], [3])):
+        assert list(late_starts("\n".join(["def test():", *first, asserted]))) == found
+    bound = "    assert time.monotonic() - start < 8"
+    assert list(late_starts("\n".join(["def test():", *lines[::-1], bound]))) == []

@@ -349,10 +349,10 @@ async def test_a_client_that_does_not_read(running):
         ended.set()
 
     async with running(app, write_timeout=1) as one:
+        start = time.monotonic()
         # asyncio's reader would read.
         with socket.create_connection(("127.0.0.1", one.port)) as client:
             client.sendall(GET)
-            start = time.monotonic()
             async with asyncio.timeout(SOON):
                 await ended.wait()
             assert 0.8 < time.monotonic() - start < SOON
@@ -444,10 +444,10 @@ async def test_a_slow_client_is_served(running):
         await send({"type": "http.response.body", "body": b"x" * size})
 
     async with running(app, write_timeout=1) as one:
+        start = time.monotonic()
         client = await one.connect(GET)
         await client.reader.readuntil(b"\r\n\r\n")
         left = size
-        start = time.monotonic()
         while left:
             left -= len(await client.reader.readexactly(min(left, 2_000_000)))
             await asyncio.sleep(0.2)

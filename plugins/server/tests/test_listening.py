@@ -156,12 +156,14 @@ async def test_a_handshake_has_its_time(secured):
     """As the headers have: a client that says nothing, and one that begins a handshake."""
     async with secured(header_timeout=1) as (_, port):
         for begun in (b"", b"\x16\x03\x01\x02\x00\x01"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(begun)
             start = time.monotonic()
-            await end_of(reader)
-            assert 0.5 < time.monotonic() - start < 8
-            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(begun)
+                await end_of(reader)
+                assert 0.5 < time.monotonic() - start < 8
+            finally:
+                writer.close()
 
 
 async def test_handshakes_count_as_connections(secured, authority):
