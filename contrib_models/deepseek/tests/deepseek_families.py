@@ -4,6 +4,7 @@ import transformers
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LongcatFlashConfig,
     MiniCPM3Config,
@@ -63,6 +64,20 @@ GLM = {
     "dense first": {**GROUPS, "n_shared_experts": 1},
     "sparse first": {"mlp_layer_types": ["sparse", "dense"], "q_lora_rank": None},
 }
+GLM45 = {
+    "biases, head norms": {**GROUPS, "attention_bias": True, "use_qk_norm": True, "head_dim": 12},
+    "all rotated, all sparse": {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+        },
+    },
+}
 MINICPM3 = {
     "scaled": {"scale_emb": 5, "dim_model_base": 16},
     "no scales, untied, sharpened": {
@@ -93,6 +108,13 @@ def make_glm(**changes):
     return transformers.Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**SHAPE, **changes})).eval()
 
 
+def make_glm45(**changes):
+    latent = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    shape = {key: value for key, value in SHAPE.items() if key not in latent}
+    shape |= {"num_key_value_heads": 2, "num_mtp_layers": 0}
+    return transformers.Glm4MoeForCausalLM(Glm4MoeConfig(**{**shape, **changes})).eval()
+
+
 def make_minicpm3(**changes):
     """Its values are as long as hidden_size over heads, which config.json need not state."""
     shape = {key: value for key, value in SHAPE.items() if key != "v_head_dim"}
@@ -121,6 +143,7 @@ def make_longcat(**changes):
 FAMILIES = {
     "DeepseekV2ForCausalLM": (make_v2, V2),
     "DeepseekV3ForCausalLM": (make_v3, V3),
+    "Glm4MoeForCausalLM": (make_glm45, GLM45),
     "Glm4MoeLiteForCausalLM": (make_glm, GLM),
     "LongcatFlashForCausalLM": (make_longcat, LONGCAT),
     "MiniCPM3ForCausalLM": (make_minicpm3, MINICPM3),

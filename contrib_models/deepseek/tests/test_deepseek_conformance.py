@@ -3,11 +3,13 @@ prefill, ranks, weight errors."""
 
 from deepseek_families import (
     GLM,
+    GLM45,
     LONGCAT,
     MINICPM3,
     V2,
     V3,
     make_glm,
+    make_glm45,
     make_longcat,
     make_minicpm3,
     make_v2,
@@ -38,6 +40,14 @@ class TestGlm4MoeLite(TransformersConformance):
 
     def make_hf_model(self, **variant):
         return make_glm(**variant)
+
+
+class TestGlm4Moe(TransformersConformance):
+    variants = GLM45
+    tensor_parallel_sizes = (2,)
+
+    def make_hf_model(self, **variant):
+        return make_glm45(**variant)
 
 
 class TestMiniCPM3(TransformersConformance):

@@ -5,12 +5,13 @@ import json
 
 import pytest
 import torch
-from deepseek_families import GROUPS, make_glm, make_longcat, make_v2, make_v3
+from deepseek_families import GROUPS, make_glm, make_glm45, make_longcat, make_v2, make_v3
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import WrappingMethod
 from toolkit_lm_deepseek.deepseek_v2 import DeepseekV2ForCausalLM
 from toolkit_lm_deepseek.deepseek_v3 import DeepseekV3ForCausalLM
+from toolkit_lm_deepseek.glm4_moe import Glm4MoeForCausalLM
 from toolkit_lm_deepseek.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from toolkit_lm_deepseek.longcat_flash import LongcatFlashForCausalLM
 from toolkit_lm_deepseek.params import LatentParams
@@ -109,7 +110,12 @@ def test_int8_at_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "model_class"), [(make_v3, DeepseekV3ForCausalLM), (make_glm, Glm4MoeLiteForCausalLM)]
+    ("make", "model_class"),
+    [
+        (make_v3, DeepseekV3ForCausalLM),
+        (make_glm45, Glm4MoeForCausalLM),
+        (make_glm, Glm4MoeLiteForCausalLM),
+    ],
 )
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path, make, model_class):
     theirs = make()
@@ -125,6 +131,19 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, make, model_c
     edit(tmp_path, weights | more, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.2\."):
         load_checkpoint(model_class, tmp_path)
+
+
+def test_half_of_a_head_of_glm_is_rotated_where_config_does_not_say(tmp_path):
+    theirs = make_glm45()
+    save_random(tmp_path, theirs)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("rope_parameters")["partial_rotary_factor"] == 0.5
+    config.pop("partial_rotary_factor", None)
+    path.write_text(json.dumps(config | {"rope_theta": 1e4}))
+    assert_same_logits(
+        logits_of([load_checkpoint(Glm4MoeForCausalLM, tmp_path)], TOKENS), logits(theirs)
+    )
 
 
 @pytest.mark.parametrize("expands", [True, False])

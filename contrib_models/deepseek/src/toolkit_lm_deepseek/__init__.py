@@ -1,6 +1,6 @@
-"""Language models with multi-head latent attention (DeepSeek-AI 2024). This entry module only
-registers them, their kind of KV cache and its attention backend; each is imported when it is
-selected."""
+"""Language models with multi-head latent attention or the routing of DeepSeek (DeepSeek-AI 2024).
+This entry module only registers them, their kind of KV cache and its attention backend; each is
+imported when it is selected."""
 
 from toolkit_lm.plugin import (
     AttentionBackendRegistry,
@@ -12,6 +12,7 @@ from toolkit_lm.plugin import (
 MODELS = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LongcatFlashForCausalLM": "longcat_flash",
     "MiniCPM3ForCausalLM": "minicpm3",
