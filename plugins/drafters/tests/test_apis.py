@@ -59,6 +59,53 @@ async def test_each_api_takes_the_fields(app, path):
     assert answer.status_code == 400 and "max_draft_tokens" in answer.text
 
 
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tool_calls_are_those_without_drafts(choice):
+    """Called freely, and by a grammar that forces a part of the call."""
+    config = VllmConfig.make(
+        model="tiny-tools",
+        dtype="float32",
+        device="cpu",
+        engine_process=False,
+        drafter="ngram,suffix",
+        draft_budget="all",
+    )
+    body = {
+        "model": "tiny-tools",
+        "temperature": 0,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [{"type": "function", "function": WEATHER}],
+        "tool_choice": choice,
+    }
+    engine = AsyncLLM(config)
+    try:
+        app = create_app(engine, ServerOptions())
+        found = []
+        for speculative in (True, True, False):
+            answer = await post(app, "/v1/chat/completions", **body, speculative=speculative)
+            assert answer.status_code == 200, answer.text
+            [one] = answer.json()["choices"]
+            for call in one["message"]["tool_calls"]:
+                assert call.pop("id")
+            found.append((one, answer.json()["usage"].get("accepted_draft_tokens")))
+    finally:
+        engine.close()
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[1][1], "the second time, drafts are the first answer"
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", list(BODIES)[:2])
 async def test_usage_tells_of_drafts(app, path):

@@ -3,6 +3,8 @@ heads that do not fit."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from draft_heads import (
@@ -37,6 +39,7 @@ def tokens(target):
         return generate(llm)
 
 
+STAGES = {"pipeline_parallel_size": 2, "executor": "threads", "given": [THREADS]}
 HEADS = {
     "eagle 1": (Eagle1, {}, {}),
     "eagle 1, biased": (Eagle1, {"bias": True}, {}),
@@ -45,6 +48,11 @@ HEADS = {
         Eagle3,
         {"layers": (0, 5)},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}},
+    ),
+    "eagle 3, taps as vLLM counts them": (
+        Eagle3,
+        {"layers": (0, 5, 6)},
+        {"eagle_aux_hidden_state_layer_ids": [1, 6, 7]},
     ),
 }
 
@@ -57,6 +65,44 @@ def test_logits_are_those_of_the_published_formula(target, tokens, monkeypatch, 
     path = save_head(head, tmp_path, **fields)
     options = [f"model={path}", f"num_speculative_tokens={DRAFTS}"]
     seen, drawn = drafted(folder, monkeypatch, EagleDrafter, "eagle", options)
+    assert drawn == tokens
+    assert_same_drafts(head, model, seen)
+
+
+def test_a_head_of_speculators(target, tokens, monkeypatch, tmp_path):
+    """Its config.json has the layer in a dict of its own, and counts taps as vLLM does."""
+    model, folder = target
+    head = randomize(Eagle3(model, (0, 5, 6), 60))
+    path = save_head(head, tmp_path)
+    layer = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 60,
+        "eagle_aux_hidden_state_layer_ids": [1, 6, 7],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "transformer_layer_config": layer,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = [f"model={path}", f"num_speculative_tokens={DRAFTS}"]
+    seen, drawn = drafted(folder, monkeypatch, EagleDrafter, "eagle", options)
+    assert drawn == tokens
+    assert_same_drafts(head, model, seen)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"norm_before_fc": True}))
+    with pytest.raises(ConfigError, match=r"norm_before_fc True, and heads are built with False"):
+        start(folder, "eagle", options)
+
+
+@pytest.mark.parametrize("case", ["eagle 1", "eagle 3"])
+def test_two_stages_draft_as_one(target, tokens, monkeypatch, tmp_path, case):
+    """A tap of the first stage is passed on, and the embedding is read for the last."""
+    kind, given, fields = HEADS[case]
+    model, folder = target
+    head = randomize(kind(model, **given))
+    path = save_head(head, tmp_path, **fields)
+    options = [f"model={path}", f"num_speculative_tokens={DRAFTS}"]
+    seen, drawn = drafted(folder, monkeypatch, EagleDrafter, "eagle", options, **STAGES)
     assert drawn == tokens
     assert_same_drafts(head, model, seen)
 
@@ -110,6 +156,10 @@ WRONG = {
     "taps": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 8]}},
         r"outputs of layers \[1, 8\], and the model has layers 0 to 7",
+    ),
+    "an embedding tapped": (
+        {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]},
+        r"outputs of layers \[-1, 2, 5\]",
     ),
     "other norms": (
         {"eagle_config": {"use_mtp_layernorm": True}},

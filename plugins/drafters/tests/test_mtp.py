@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from deepseek_families import make_glm, make_v3
+from deepseek_families import make_glm, make_glm45, make_v3
 from draft_heads import (
     DRAFTS,
     SHAPE,
@@ -26,6 +26,7 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_drafters.mtp import MtpDrafter
 from torch import nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.glm4_moe import modeling_glm4_moe as glm45
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -195,6 +196,11 @@ def glm_case():
     return model, NextN(model, glm, "Glm4MoeLite")
 
 
+def glm45_case():
+    model = make_glm45(attention_bias=True, use_qk_norm=True)
+    return model, NextN(model, glm45, "Glm4Moe")
+
+
 def qwen_case():
     model = make_qwen()
     return model, Mtp(model)
@@ -206,7 +212,13 @@ def mimo_case():
     return model, MiMo(model)
 
 
-CASES = {"deepseek": deepseek_case, "glm": glm_case, "qwen": qwen_case, "mimo": mimo_case}
+CASES = {
+    "deepseek": deepseek_case,
+    "glm": glm_case,
+    "glm 4.5": glm45_case,
+    "qwen": qwen_case,
+    "mimo": mimo_case,
+}
 MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
 
 

@@ -27,10 +27,8 @@ class StepParts:
     """Holds parts by name. Each method has a list of the parts that override it, so a method that a
     part lacks costs a step nothing."""
 
-    def __init__(
-        self, parts: Mapping[str, StepPart], elsewhere: Sequence[type[StepPart]] = ()
-    ) -> None:
-        """`elsewhere`: part classes that other pipeline stages have."""
+    def __init__(self, parts: Mapping[str, StepPart], elsewhere: Sequence[str] = ()) -> None:
+        """`elsewhere`: layers that parts of other pipeline stages tap."""
         self.by_name = dict(parts)
         self._elsewhere = elsewhere
         self._list()
@@ -70,7 +68,7 @@ class StepParts:
     def taps(self) -> list[str]:
         """Names of the layers that parts tap, including parts of other pipeline stages."""
         here = [name for part in self.by_name.values() for name in part.taps]
-        return here + [name for part in self._elsewhere for name in part.taps]
+        return [*here, *self._elsewhere]
 
     @property
     def feeds(self) -> frozenset[Feed]:
@@ -126,11 +124,11 @@ def make_parts(
     """Makes the parts of the model, of its pooler, of plugins, and of the drafter. Raises
     PluginError, which names the plugin, for a part that cannot be made."""
     parts: dict[str, StepPart] = {}
-    elsewhere: list[type[StepPart]] = []
+    elsewhere: list[str] = []
     options = model_options(config, plugins)
     for name, kind in model.parts.items():
         if not _runs_here(kind, config):
-            elsewhere.append(kind)
+            elsewhere += kind.taps_of(model, config, plugins=plugins, options=options)
             continue
         _check_model(model, name, kind)
         with boundary_of(kind, None, config, plugins):
@@ -143,7 +141,8 @@ def make_parts(
         if name in model.parts or name in ("pooling", "drafter"):
             raise PluginError(f"{entry.owner}: a part {name!r} is there without it.")
         if not _runs_here(kind, config):
-            elsewhere.append(kind)
+            own = plugins.options(entry.owner.name)
+            elsewhere += kind.taps_of(model, config, plugins=plugins, options=own)
             continue
         _check_model(model, name, kind)
         parts[name] = plugins.parts.make_half(
@@ -159,7 +158,10 @@ def make_parts(
         if _runs_here(DraftingPart, config):
             parts["drafter"] = DraftingPart(model, config, device, plugins=plugins)
         else:
-            elsewhere += map(plugins.drafters.load, config.scheduler.drafter)
+            for name in config.scheduler.drafter:
+                drafter = plugins.drafters.load(name)
+                own = plugins.options(plugins.drafters.get(name).owner.name)
+                elsewhere += drafter.taps_of(model, config, plugins=plugins, options=own)
     made = StepParts(parts, elsewhere)
     for load in made.calls("load"):
         load(lambda: _weights(config, plugins))

@@ -101,7 +101,7 @@ class StepPart:
     the residual, before any following norm.
 
     Read once, after the constructor, which may set it. On a pipeline stage without the part, the
-    value of its class is used.
+    value of `taps_of` is used.
     """
     buffers: Mapping[str, tuple[Literal["token", "row"], torch.dtype]] = MappingProxyType({})
     """Buffers that `context` fills for each token or row of a step, by name. Layers and linear
@@ -124,6 +124,14 @@ class StepPart:
         self.device = device
         self.plugins = plugins
         self.options = options
+
+    @classmethod
+    def taps_of(
+        cls, model: nn.Module, config: VllmConfig, *, plugins: Plugins, options: Any
+    ) -> Sequence[str]:
+        """Returns the names in `taps`, on a pipeline stage that does not make the part. Arguments
+        as of the constructor. By default, the value of the class."""
+        return cls.taps
 
     def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         """Called once, after the constructor. `weights()` reads the model's checkpoint again, as

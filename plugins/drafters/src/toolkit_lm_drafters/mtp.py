@@ -9,23 +9,24 @@ import torch
 from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
-from toolkit_lm.model import HFConfig, is_first_stage, load_model
+from toolkit_lm.model import HFConfig, load_model
 from toolkit_lm.step import StepRun
-from toolkit_lm_decoder.causal_lm import CausalLM, Decoder
+from toolkit_lm_decoder.causal_lm import CausalLM
 from toolkit_lm_decoder.llama import LlamaParts
 from torch import Tensor, nn
 
 from toolkit_lm_drafters.checkpoints import on_last_stage
 from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter
 from toolkit_lm_drafters.mtp_heads import LAYOUTS, MtpHead, MtpModel, find_layout
+from toolkit_lm_drafters.target_embedding import load_embedding
 
 _KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
 _ATTENTION = "full_attention"
 
 
 class MtpDrafter(ModelDrafter):
-    """DeepSeek-V3, GLM-4, Qwen3-Next, Qwen3.5, MiMo. Entry i of head k reads token i + 1 + k, and
-    the hidden state of entry i of the head before, of the model for the first.
+    """DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next, Qwen3.5, MiMo. Entry i of head k reads token
+    i + 1 + k, and the hidden state of entry i of the head before, of the model for the first.
 
     Drafts beyond the number of heads repeat the last head. Embedding and head are the model's.
     """
@@ -47,6 +48,7 @@ class MtpDrafter(ModelDrafter):
             )
         try:
             self.network = self.mtp = self._load(of, names)
+            self.embedding = load_embedding(of, config, device, self.plugins)
         except CheckpointError as error:
             raise ConfigError(f"{names}: {error}") from error
         self.num_heads = self.mtp.num_heads
@@ -78,7 +80,6 @@ class MtpDrafter(ModelDrafter):
                 "num_heads": num_heads,
                 "parts_of_layer": type(of),
                 "packed": of.packed,
-                "embedding": self._own_embedding(of),
             },
         )
         own = on_last_stage(of.vllm_config).with_checkpoint(
@@ -88,17 +89,10 @@ class MtpDrafter(ModelDrafter):
         assert isinstance(loaded, MtpModel)
         return loaded
 
-    def _own_embedding(self, of: CausalLM) -> str | None:
-        decoder = of.get_submodule(of.decoder_name)
-        assert isinstance(decoder, Decoder)
-        if decoder.is_tied or is_first_stage(self.config.parallel):
-            return None
-        return f"{decoder.prefix}.{decoder.embedding_name}.weight"
-
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
         assert hidden is not None, "offset is 1"
         flat = torch.from_numpy(np.concatenate(entries.tokens).astype(np.int64)).to(self.device)
-        own = self.mtp.embed_tokens
+        own = self.embedding
         embeds = self.model.embed_input_ids(flat) if own is None else own(flat)
         return step.forward(
             self.mtp.heads[head],

@@ -12,7 +12,6 @@ from toolkit_lm.model import (
     HFConfig,
     Model,
     Rotation,
-    VocabParallelEmbedding,
     join,
     torch_dtype,
 )
@@ -44,7 +43,7 @@ class Layout(NamedTuple):
 LAYOUTS = (
     Layout(
         example="model.layers.{layer}.eh_proj.weight",
-        families="DeepSeek-V3 and GLM-4",
+        families="DeepSeek-V3 and GLM-4.5 to 4.7",
         pattern=r"^model\.layers\.(\d+)\.(.*)",
         counts_on=True,
         modules=(
@@ -137,9 +136,6 @@ class MtpModel(Model):
     layout: ClassVar[Layout]
     parts_of_layer: ClassVar[type[LlamaParts]]
     num_heads: ClassVar[int]
-    embedding: ClassVar[str | None] = None
-    """Name of the embedding in the checkpoint, on a pipeline stage without the model's. None: the
-    model's serves."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -154,16 +150,6 @@ class MtpModel(Model):
             )
             for index in range(self.num_heads)
         )
-        self.embed_tokens = (
-            VocabParallelEmbedding(
-                config.require("vocab_size", int),
-                config.require("hidden_size", int),
-                vllm_config=vllm_config,
-                prefix=join(prefix, "embed_tokens"),
-            )
-            if self.embedding
-            else None
-        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(self._own(weights))
@@ -172,8 +158,6 @@ class MtpModel(Model):
         """The heads' tensors, by their names here."""
         start = self.first if self.layout.counts_on else 0
         for name, tensor in weights:
-            if name == self.embedding:
-                yield "embed_tokens.weight", tensor
             if (found := head_and_name(self.layout, name, start)) is None:
                 continue
             head, own = found
