@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -377,6 +378,16 @@ def test_the_second_start_reads_no_weight_of_the_checkpoint(llama, monkeypatch):
     for scheme in SCHEMES.values():
         monkeypatch.setattr(scheme, "quantize", fail)
     assert torch.equal(logits_of([load(folder, "int4")], TOKENS), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is mapped")
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_nothing_of_the_file_stays_mapped_once_kernels_have_packed_it(llama, cache, name):
+    folder, _ = llama
+    for _ in range(2):
+        model = load(folder, name, dtype="bfloat16", kernels="cpu")
+        assert str(cache) not in Path("/proc/self/maps").read_text()
+    assert logits_of([model], TOKENS).isfinite().all()
 
 
 def test_the_cache_is_bounded_and_can_be_off(llama, cache):

@@ -85,6 +85,8 @@ class QuantizingReader(QuantizedReader):
         super().process(layer)
         if "weight_scale" in layer._buffers:
             del layer.weight_scale
+        # The kernels have their own: those of a file stay in memory as long as they are mapped.
+        self.scales = torch.empty(0)
 
 
 @dataclass(frozen=True)
