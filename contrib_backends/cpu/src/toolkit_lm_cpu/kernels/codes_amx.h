@@ -181,8 +181,8 @@ typedef struct {
 } Groups;
 
 #define WEIGHTS(b) _tile_loadd(7, weights + (b) * of->panel + k * LANES, 64)
-#define LOW_ROWS() _tile_loadd(6, x + k, width)
-#define LATER_ROWS() _tile_loadd(6, x + TILE * width + k, width)
+#define LOW_ROWS() _tile_loadd(6, x + k * times, pitch)
+#define LATER_ROWS() _tile_loadd(6, x + TILE * width + k * times, pitch)
 #define ADD(tile)                                                                                  \
     do {                                                                                           \
         if (zero)                                                                                  \
@@ -208,11 +208,12 @@ INLINE void scale_part(Scaling *s) {
 
 /*
  * c = sums of a group, of up to 16 rows or of 32 if `tall`, by `panels` panels. Meanwhile those
- * that wait are scaled; they are of as many rows and panels.
+ * that wait are scaled; they are of as many rows and panels. `pitch`: bytes from row to row of x;
+ * `times`: bytes from code to code of those that begin a tile.
  */
-AMX_INT8 INLINE void add_group(const Groups *of, const int8_t *x, const int8_t *weights,
-                               int32_t *c, Scaling *s, Ahead *ahead, const int panels,
-                               const int tall, const int zero) {
+AMX_INT8 INLINE void add_group(const Groups *of, const int8_t *x, long pitch, long times,
+                               const int8_t *weights, int32_t *c, Scaling *s, Ahead *ahead,
+                               const int panels, const int tall, const int zero) {
     const Quantized *q = &of->l->quantized;
     const long width = q->groups * q->group;
     TILES_READ(x);
@@ -281,7 +282,8 @@ AMX_INT8 INLINE void add_groups(const Groups *of, long row, long rows, float *su
     const Quantized *q = &of->l->quantized;
     const Codes x = codes_of(of->l);
     const long width = q->groups * q->group, parts = q->group / of->step * panels;
-    const int late = q->scaled == 1 && q->offsets == NULL;
+    const int late = q->scaled == 1 && q->offsets == NULL, tiled = row < of->l->tiled;
+    const long pitch = tiled ? of->step : width, times = tiled ? TILE : 1;
     int32_t c[2][2][2 * TILE * PANELS * LANES] __attribute__((aligned(64)));
     Waiting w = {.q = q, .to = sums};
     Scaling s = {.w = &w};
@@ -290,7 +292,7 @@ AMX_INT8 INLINE void add_groups(const Groups *of, long row, long rows, float *su
         const long count = of->end - g < 2 ? 1 : 2;
         s.done = 0, s.parts = count * parts;
         for (long i = 0; i < count; i++)
-            add_group(of, x.codes + row * width + (g + i) * q->group,
+            add_group(of, x.codes + row * width + (g + i) * q->group * times, pitch, times,
                       of->weights + (g + i - of->first) * q->group * LANES, c[which][i], &s, ahead,
                       panels, tall, zero);
         w.c = c[which][0];
@@ -329,7 +331,7 @@ AMX_INT8 static void panels_codes_amx_int8(const Linear *l, long row, long rows,
                                            long panels, const char *next, float *sums) {
     const Quantized *q = &l->quantized;
     const long panel = panel_bytes(q), some = MOST_UNPACKED / q->group;
-    const long step = q->group % 64 == 0 ? 64 : q->group % 32 == 0 ? 32 : LANES;
+    const long step = tile_codes(q);
     int8_t unpacked[PANELS * MOST_UNPACKED * LANES] __attribute__((aligned(64)));
     /* Of few rows unpacking would cost most; of levels it is the same work either way. */
     if (rows <= (q->bits == 8 || q->ratios != NULL ? 4 : 8) || q->group > MOST_UNPACKED) {

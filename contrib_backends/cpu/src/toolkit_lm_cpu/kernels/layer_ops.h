@@ -16,10 +16,11 @@ TARGET INLINE Floats NAME(inputs)(const Linear *l, const ELEMENT *x, long at) {
 
 /*
  * The codes of a whole group of x, in order. 0: it has NaN or infinity, and no codes yet.
- * Magnitudes are compared as words, of which those two are the greatest.
+ * Magnitudes are compared as words, of which those two are the greatest. `apart`: the bits of an
+ * input's number by which its place moves 15 times further, as in tiles.
  */
-TARGET INLINE int NAME(quantize_group)(const ELEMENT *x, long group, int8_t *to, float *scale,
-                                       int32_t *total) {
+TARGET INLINE int NAME(quantize_group)(const ELEMENT *x, long group, long apart, int8_t *to,
+                                       float *scale, int32_t *total) {
     const Words magnitude = splat_word(0x7fffffff);
     Words most = splat_word(0), sum = most;
 #pragma GCC unroll 4
@@ -33,7 +34,7 @@ TARGET INLINE int NAME(quantize_group)(const ELEMENT *x, long group, int8_t *to,
     for (long i = 0; i < group; i += LANES) {
         const Words some = words_of(mul_lanes(FLOATS(x + i), factor));
         sum = add_words(sum, some);
-        store_codes(to + i, some);
+        store_codes(to + i + (i & apart) * (TILE - 1), some);
     }
     *scale = top / 127;
     *total = (int32_t)reduce_add(floats_of(sum));
@@ -47,11 +48,14 @@ TARGET INLINE int NAME(quantize_group)(const ELEMENT *x, long group, int8_t *to,
 TARGET static void NAME(quantize_row)(const Linear *l, const ELEMENT *x, long row) {
     const Quantized *q = &l->quantized;
     const Codes c = codes_of(l);
+    const int tiled = row < l->tiled;
+    const long step = tile_codes(q), apart = tiled ? -step : 0, times = tiled ? TILE : 1,
+               start = (row - row % times) * q->groups * q->group + row % times * step;
     for (long g = 0; g < q->groups; g++) {
         const long first = g * q->group, at = row * q->groups + g;
-        int8_t *to = c.codes + at * q->group;
+        int8_t *to = c.codes + start + first * times;
         if (q->order == NULL && first + q->group <= l->inputs &&
-            NAME(quantize_group)(x + first, q->group, to, c.scales + at, c.sums + at))
+            NAME(quantize_group)(x + first, q->group, apart, to, c.scales + at, c.sums + at))
             continue;
         Floats most = splat(0), zeros = most, sum = most;
         for (long i = 0; i < q->group; i += LANES) {
@@ -66,7 +70,7 @@ TARGET static void NAME(quantize_row)(const Linear *l, const ELEMENT *x, long ro
             Floats some = mul_lanes(NAME(inputs)(l, x, first + i), splat(factor));
             some = zero == 0 ? round_lanes(some) : splat(0);
             sum = add_lanes(sum, some);
-            store_codes(to + i, words_of(some));
+            store_codes(to + i + (i & apart) * (TILE - 1), words_of(some));
         }
         c.scales[at] = top / 127 + zero;
         c.sums[at] = (int32_t)reduce_add(sum);

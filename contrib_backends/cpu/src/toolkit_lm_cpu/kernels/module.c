@@ -116,7 +116,9 @@ static const CodePanels code_panels[] = {CODE_KERNELS(CODE_KERNEL_OF, panels)};
 static void choose_code_kernel(Linear *l) {
     if (l->codes == NULL) return;
     l->add_codes = code_panels[l->quantized.kernel];
-    if (l->add_codes == panels_codes_amx_int8) l->block = MANY_ROWS;
+    if (l->add_codes != panels_codes_amx_int8) return;
+    l->block = MANY_ROWS;
+    if (l->quantized.group <= MOST_UNPACKED) l->tiled = l->rows / TILE * TILE;
 }
 
 static int is_kernel(int type) {

@@ -81,10 +81,14 @@ struct Linear {
     int failed;   /* there was no memory */
     Quantized quantized;
     void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
+    long tiled;  /* rows of x, from the first on, whose codes lie as tiles of AMX load them */
     CodePanels add_codes;
 };
 
-/* Rows of x as codes: x is about its code times its group's scale. */
+/*
+ * Rows of x as codes: x is about its code times its group's scale. Those of `tiled` rows, a
+ * multiple of 16, are [rows / 16][groups * group / tile_codes][16][tile_codes].
+ */
 typedef struct {
     int8_t *codes;  /* [rows][groups][group], from -127 to 127; past the last input, 0 */
     float *scales;  /* [rows][groups] */
@@ -96,6 +100,11 @@ static inline Codes codes_of(const Linear *l) {
     Codes c = {l->codes, (float *)((char *)l->codes + codes), NULL};
     c.sums = (int32_t *)(c.scales + groups);
     return c;
+}
+
+/* Codes of x in a row of a tile of AMX. */
+static inline long tile_codes(const Quantized *q) {
+    return q->group % 64 == 0 ? 64 : q->group % 32 == 0 ? 32 : LANES;
 }
 
 /* Ratios of a panel. */
