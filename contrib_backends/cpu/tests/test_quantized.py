@@ -246,15 +246,31 @@ def in_plain_torch(x: Tensor, weight: QuantizedWeight, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bits", "groups", "zeros"),
-    [(4, 4, False), (4, 8, True), (4, 16, False), (8, 1, False), (8, 8, False)],
+    ("bits", "groups", "zeros", "inputs"),
+    [
+        (4, 4, False, 256),
+        (4, 8, True, 256),
+        (4, 16, False, 256),
+        (8, 1, False, 256),
+        (8, 1, False, 1536),
+        (8, 8, False, 256),
+    ],
 )
-def test_the_arithmetic_is_that_of_plain_torch(kernel, bits, groups, zeros) -> None:
-    weight = random_weight(48, 256, bits=bits, groups=groups, zeros=zeros)
+def test_the_arithmetic_is_that_of_plain_torch(kernel, bits, groups, zeros, inputs) -> None:
+    weight = random_weight(48, inputs, bits=bits, groups=groups, zeros=zeros)
     method = pack(weight)
-    x = torch.randn(9, 256)
+    x = torch.randn(9, inputs)
     assert torch.equal(method.multiply(x, None), in_plain_torch(x, weight, method.group))
     assert (method.ratios is None) == (bits == 8 or groups == 16)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group"),
+    [(96, 32), (256, 128), (384, 128), (768, 256), (1024, 512), (1536, 512), (2816, 256)],
+)
+def test_wide_rows_have_a_scale_for_more_inputs(inputs, group) -> None:
+    """Scaling sums of 128 inputs takes the tiles of AMX as long as multiplying them."""
+    assert pack(random_weight(16, inputs, bits=8)).group == group
 
 
 def test_scales_that_differ_much_stay_as_they_are() -> None:

@@ -25,8 +25,10 @@ from toolkit_lm_cpu.rounding import FLOAT8, fine_group, round_again, rounding
 
 _WHOLE = 64
 """Codes of a row are filled up to a multiple of this number, if all are one group."""
-_GROUPS = (128, 64, 32, LANES)
-"""Inputs whose codes share a scale, if weights have one per output: the first that divides all."""
+_GROUPS = (512, 256, 128, 64, 32, LANES)
+"""Inputs whose codes share a scale, if weights have one per output: the first that divides all, of
+those of at most half of them or 128."""
+_FINE = 128
 _GROUPS_OF_LEVELS = (*range(512, 0, -_WHOLE), 32)
 """The same, if groups of weights have levels: the first that is a multiple of their group, too."""
 _MOST_INPUTS = 2**16
@@ -57,7 +59,7 @@ class QuantizedPanels(LinearMethod):
         levels = levels_of(weight)
         self.part = self.inputs // num_scales
         """Inputs whose weights share a scale."""
-        sizes = _GROUPS
+        sizes = tuple(size for size in _GROUPS if size <= max(self.inputs // 2, _FINE))
         if levels is not None:
             sizes = tuple(size for size in _GROUPS_OF_LEVELS if size % self.part == 0)
         self.group = (
@@ -400,7 +402,7 @@ def explain(weight: QuantizedWeight) -> str:
         reasons.append(
             "found in codes of 8 bits with one scale per output, unless scales differ much"
         )
-    elif groups > 1 and size < _GROUPS[0]:
+    elif groups > 1 and size < _FINE:
         reasons.append(f"a scale to multiply by for {size} inputs")
     if weight.zeros is not None or weight.mins is not None:
         reasons.append("an offset for each group, unless all are 0")
