@@ -108,8 +108,7 @@ class DraftRequest(Struct, frozen=True, omit_defaults=True):
     max_draft_tokens: int | None = None
     """Most drafts of a sequence in a step; None: no limit but the drafter's own."""
     scope: str = ""
-    """Name of the requests whose tokens may be the source of drafts, such as those of one
-    tenant."""
+    """Name of the requests whose tokens may be drafted, such as those of one tenant."""
 
 
 class CacheKey(Struct, array_like=True, frozen=True):
@@ -454,6 +453,8 @@ class StepPlan(Struct, kw_only=True, omit_defaults=True):
     """Data from each part's planner for its worker half, as msgpack, by part name."""
     asks_drafters: bool = True
     """Drafters are asked for drafts, which the next step verifies."""
+    max_drafts: dict[int, int] = field(default_factory=dict)
+    """Most drafts that the next step verifies, by seq_id. Missing: no limit."""
 
     @property
     def num_tokens(self) -> int:

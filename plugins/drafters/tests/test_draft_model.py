@@ -191,3 +191,39 @@ def test_what_was_left_out_is_made_up_for(target, monkeypatch):
         seen.clear()
         tokens_of(llm, 40)
     assert accepted and not any(accepted)
+
+
+def test_a_model_drafts_no_more_than_is_wanted(tmp_path, monkeypatch):
+    """A request without drafts costs no pass of the draft model, beside others or alone."""
+    target = write(tmp_path / "target")
+    rows: list[int] = []
+    run = DraftModelDrafter.run
+
+    def counting(drafter, step, entries, hidden, head):
+        rows.append(len(entries.rows))
+        return run(drafter, step, entries, hidden, head)
+
+    monkeypatch.setattr(DraftModelDrafter, "run", counting)
+    with start(target, target) as llm:
+
+        def generate(*most):
+            rows.clear()
+            params = [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=10,
+                    ignore_eos=True,
+                    extra_args={"max_draft_tokens": count},
+                )
+                for count in most
+            ]
+            llm.generate([PROMPT] * len(most), params, use_tqdm=False)
+            return list(rows)
+
+        # The prompt's pass, that of a prefix cache, alone.
+        assert len(generate(0)) <= 1
+        one = generate(1)
+        three = generate(3)
+        assert len(one) <= 6 and set(one) == {1}
+        assert len(three) <= 12
+        assert max(generate(0, 3)[1:]) == 1

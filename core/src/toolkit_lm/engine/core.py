@@ -242,8 +242,11 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Plans and starts steps, as many as may run at a time."""
+        budget = self.scheduler.draft_budget
         while len(self._in_flight) < (
-            1 if self.scheduler.quarantine.quarantined else self.executor.max_in_flight
+            1
+            if self.scheduler.quarantine.quarantined or (budget is not None and budget.holds)
+            else self.executor.max_in_flight
         ):
             start = time.monotonic()
             plan = self.scheduler.schedule()
@@ -269,9 +272,10 @@ class EngineCore:
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
         self.scheduler.preemption.observe(step.plan.num_tokens, duration)
-        if self.scheduler.draft_budget is not None:
+        if (budget := self.scheduler.draft_budget) is not None:
             num_sampled = sum(map(len, result.token_ids))
-            self.scheduler.draft_budget.observe(step.plan, num_sampled, duration)
+            # All that lies between two steps counts: drafts leave nothing to be done beside them.
+            budget.observe(step.plan, num_sampled, now - self.progress_time)
         self.scheduler.policy.observe(step.plan, duration)
         if self.listening:
             got = [len(output.token_ids) for output in outputs if output.token_ids]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,10 +15,13 @@ from toolkit_lm.attention import CacheLayer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import DraftRequest, NewSequence, StepPlan, StepResult
+from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 from toolkit_lm.parts.draft_chain import DraftChain, check_tokens
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
+
+_MOST = 2**31
+"""Drafts of a sequence that has no limit."""
 
 
 class DraftingPart(StepPart):
@@ -48,12 +50,13 @@ class DraftingPart(StepPart):
             name: self._make(name) for name in config.scheduler.drafter or ()
         }
         self._names = list(self._drafters)
+        self._follows = any(
+            type(drafter).follow is not Drafter.follow for drafter in self._drafters.values()
+        )
         made = self._drafters.values()
         self.taps = list(dict.fromkeys(tap for drafter in made for tap in drafter.taps))
         self.lookahead = max((drafter.lookahead for drafter in made), default=0)
         self.buffers = self._merged("buffer", lambda drafter: drafter.buffers)
-        self._limits: dict[int, int] = {}
-        """Most drafts of a step, by seq_id, of requests that limit them."""
         self._chain = DraftChain(self._vocab_size)
         self.step_times: list[tuple[int, int, float]] = []
         """Rows, drafts of each row, and seconds of steps that the warm-up has measured."""
@@ -126,14 +129,9 @@ class DraftingPart(StepPart):
                     self._drafters.pop(name, None)
 
     def add(self, seq: NewSequence) -> None:
-        if "drafter" in seq.inputs.parts:
-            asked = msgpack.decode(seq.inputs.parts["drafter"], type=DraftRequest)
-            if asked.max_draft_tokens is not None:
-                self._limits[seq.seq_id] = asked.max_draft_tokens
         self._each(lambda drafter: drafter.add(seq))
 
     def remove(self, seq_id: int) -> None:
-        self._limits.pop(seq_id, None)
         self._chain.remove(seq_id)
         self._each(lambda drafter: drafter.remove(seq_id))
 
@@ -147,19 +145,28 @@ class DraftingPart(StepPart):
         to."""
         if not self._drafters:
             return
+        asks = inputs.plan.asks_drafters
+        if not (asks or self._follows):
+            return
+        scheduled = inputs.plan.scheduled
+        limits = inputs.plan.max_drafts
+        inputs.max_drafts = np.array(
+            [limits.get(scheduled[place].seq_id, _MOST) for place in inputs.sampling], np.int64
+        )
         history = inputs.histories.token_ids
         history.flags.writeable = False
         try:
             _make_read_only(inputs)
-            if inputs.plan.asks_drafters:
+            if asks:
                 drafts = self._drafts(inputs, hidden_states, result, step)
             else:
                 drafts = {}
                 self._each(lambda drafter: drafter.follow(inputs, hidden_states, step))
         finally:
             history.flags.writeable = True
-        for seq_id, tokens in drafts.items():
-            if tokens := tokens[: self._limits.get(seq_id)]:
+        for place, most in zip(inputs.sampling, inputs.max_drafts, strict=True):
+            seq_id = scheduled[place].seq_id
+            if tokens := drafts.get(seq_id, [])[:most]:
                 result.drafts[seq_id] = tokens
 
     def _drafts(
@@ -232,6 +239,6 @@ def _make_read_only(inputs: StepInputs) -> None:
     ones."""
     parts: list[StepInputs | GroupInputs] = [inputs, *inputs.groups]
     for part in parts:
-        for field in dataclasses.fields(part):
-            if isinstance(array := getattr(part, field.name), np.ndarray):
+        for name in type(part).__slots__:
+            if type(array := getattr(part, name)) is np.ndarray:
                 array.flags.writeable = False

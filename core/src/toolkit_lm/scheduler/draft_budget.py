@@ -2,8 +2,9 @@
 
 A step of R rows and N drafts takes t(R, N) seconds and yields R tokens, and each draft with the
 probability that it and those before it in its row are accepted. The budget maximises tokens per
-second. Where steps without drafts give more, drafters are not asked for a while, and steps are
-planned ahead as without a drafter.
+second, and tells drafters before they draft how many of each row it wants. Where steps without
+drafts give more, drafters are not asked for a while, and steps are planned ahead as without a
+drafter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import math
 from collections.abc import Iterable, Sequence as Collection
 from typing import NamedTuple
 
-from toolkit_lm.messages import ScheduledSequence, StepPlan
+from msgspec import msgpack
+
+from toolkit_lm.messages import DraftRequest, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.request import Request, Sequence
 
 Point = tuple[int, int, float]
@@ -24,13 +27,26 @@ _MOST = 16
 """Positions of a draft with an estimate of their own."""
 _FIRST = 0.6
 """Acceptance that is expected of a draft before any was verified."""
+_WEIGHT = 4.0
+"""Verified drafts of a position for which the position before it counts."""
+_LEAST_GAIN = 0.02
+"""Expected tokens of a draft that is not worth ranking."""
 _CALIBRATING = 4
 """Steps without drafts that are measured before drafts at a new number of rows."""
-_PROBING = 5
-"""Steps with drafts that are compared with steps without."""
-_SHORTEST_PAUSE = 160
-_LONGEST_PAUSE = 640
-"""Steps without drafts between two tries."""
+_LEAST_TRIED = 3
+"""Steps with drafters before estimates alone end a try: the first verifies nothing."""
+_PROBED = 8
+"""Rows that the first steps of a try draft for at least."""
+_SHARE = 0.0075
+"""Share of the time that tries may cost."""
+_MOST_LOST = 2.0
+"""Most that a step may have cost, in plain steps: other processes interrupt steps."""
+_MOST_DEBT = 3.0
+"""Plain steps that a try may cost."""
+_PAUSE = 64
+"""Least number of steps without drafts between two tries."""
+_LONGEST_TRY = 400
+"""Steps with drafters after which plain steps are measured again."""
 _PLAIN = -1
 """Class of steps for which no drafter is asked. Others: 0, no drafts; and by drafts of a row."""
 
@@ -55,6 +71,8 @@ class StepTimes:
         self._curves: dict[int, list[tuple[int, float]]] = {}
         for rows, drafts, seconds in sorted(points):
             self._curves.setdefault(rows, []).append((drafts, seconds))
+        self._measured: dict[tuple[int, int], float] = {}
+        """Seconds by the points alone, by rows and drafts: those that were asked for."""
         self._errors: dict[tuple[int, int], tuple[float, int]] = {}
         """Logarithm of what steps took to what was measured, and number of steps, by cell."""
 
@@ -62,12 +80,12 @@ class StepTimes:
         """Seconds of a step of `rows` that verifies `num_drafts` in all. `plain`: no drafter is
         asked."""
         cell = _cell(rows, num_drafts, plain)
-        return self._measured(rows, num_drafts) * math.exp(self._error(cell))
+        return self._of_points(rows, num_drafts) * math.exp(self._error(cell))
 
     def observe(self, rows: int, num_drafts: int, seconds: float, *, plain: bool = False) -> None:
         """Records the duration of a step."""
         cell = _cell(rows, num_drafts, plain)
-        found = math.log(max(seconds, 1e-9) / self._measured(rows, num_drafts))
+        found = math.log(max(seconds, 1e-9) / self._of_points(rows, num_drafts))
         error, count = self._errors.get(cell, (found, 0))
         # One step that was interrupted does not count for more than a tenth.
         change = min(max(found - error, -0.5), 0.5)
@@ -77,12 +95,15 @@ class StepTimes:
         """Number of plain steps that were observed with about as many rows."""
         return self._errors.get(_cell(rows, 0, True), (0.0, 0))[1]
 
-    def _measured(self, rows: int, num_drafts: int) -> float:
+    def _of_points(self, rows: int, num_drafts: int) -> float:
+        if (known := self._measured.get((rows, num_drafts))) is not None:
+            return known
         each = num_drafts / rows
         sizes = [*self._curves]
         times = [_interpolate(self._curves[size], each) for size in sizes]
         logs = [math.log2(size) for size in sizes]
-        return _interpolate(list(zip(logs, times, strict=True)), math.log2(rows))
+        found = _interpolate(list(zip(logs, times, strict=True)), math.log2(rows))
+        return self._measured.setdefault((rows, num_drafts), found)
 
     def _error(self, cell: tuple[int, int]) -> float:
         """That of the nearest cell with one: of as many rows, if there is any."""
@@ -99,7 +120,7 @@ class Acceptance:
     """Estimates the probability that drafts are accepted, by row and position."""
 
     def __init__(self) -> None:
-        self._positions = [[4 * _FIRST, 4.0] for _ in range(_MOST)]
+        self._positions = [[0.0, 0.0] for _ in range(_MOST)]
         """Accepted and verified drafts of all rows, by position; older ones count less."""
         self.rows: dict[int, list[float]] = {}
         """The same by sequence."""
@@ -110,32 +131,36 @@ class Acceptance:
         row[0] *= 0.8
         row[1] *= 0.8
         # Drafts behind a rejected one were not tried.
-        for position in range(min(num_drafts, num_accepted + 1)):
-            is_accepted = position < num_accepted
-            row[0] += is_accepted
-            row[1] += 1
-            if position < _MOST:
-                counts = self._positions[position]
-                counts[0] = counts[0] * 0.97 + is_accepted
-                counts[1] = counts[1] * 0.97 + 1
+        num_tried = min(num_drafts, num_accepted + 1)
+        row[0] += num_accepted
+        row[1] += num_tried
+        for position, counts in enumerate(self._positions):
+            # Counts of positions that are not tried grow old.
+            kept = 0.97 if position < num_tried else 0.995
+            counts[0] = counts[0] * kept + (position < num_accepted)
+            counts[1] = counts[1] * kept + (position < num_tried)
 
-    def gains(self, seq_id: int, num_drafts: int) -> list[float]:
-        """Expected tokens of each draft of a row: the probability that it and all before it are
-        accepted."""
+    def chances(self) -> list[float]:
+        """Probability of each position's draft, if those before it are accepted."""
+        chances = []
+        chance = _FIRST
+        for accepted, tried in self._positions:
+            chance = (_WEIGHT * chance + accepted) / (_WEIGHT + tried)
+            chances.append(chance)
+        return chances
+
+    def gains(self, seq_id: int, chances: Iterable[float]) -> list[float]:
+        """Expected tokens of each draft of a row, by its position's chance: the probability that it
+        and all before it are accepted. Ends where there is nothing to gain."""
         accepted, verified = self.rows.get(seq_id, (0.0, 0.0))
-        gains = []
+        gains: list[float] = []
         gain = 1.0
-        for position in range(num_drafts):
-            known, tried = self._positions[min(position, _MOST - 1)]
-            gain *= (2 * known / tried + accepted) / (2 + verified)
+        for chance in chances:
+            gain *= (2 * chance + accepted) / (2 + verified)
+            if gain < _LEAST_GAIN and gains:
+                break
             gains.append(gain)
         return gains
-
-    def rest(self, seq_id: int) -> None:
-        """A row has verified nothing: what is known of it grows old."""
-        if (row := self.rows.get(seq_id)) is not None:
-            row[0] *= 0.97
-            row[1] *= 0.97
 
     def retain(self, seq_ids: Iterable[int]) -> None:
         """Forgets other sequences."""
@@ -143,7 +168,11 @@ class Acceptance:
 
 
 class DraftBudget:
-    """Decides for each step whether drafters are asked, and how many drafts are verified."""
+    """Decides for each step whether drafters are asked, and for how many drafts.
+
+    Drafters are tried, and asked on while that gives more tokens per second than plain steps. What
+    tries cost in all stays a small share of the time.
+    """
 
     def __init__(
         self,
@@ -157,67 +186,76 @@ class DraftBudget:
         self.facts = facts
         self.times = StepTimes(facts.step_times)
         self.acceptance = Acceptance()
-        self._rests = facts.rests
-        self.is_asking = all_drafts or not facts.rests
+        self.is_asking = True
         """Drafters are asked in this step."""
-        self._all = all_drafts
+        self.holds = False
+        """No step is planned before the results of this one."""
+        self.limits: dict[int, int] = {}
+        """Most drafts that drafters are asked for in this step, by seq_id."""
+        self._chooses = not all_drafts
+        self._rests = facts.rests and not all_drafts
+        self._is_trying = not self._rests
+        """Drafters are asked, where a request wants drafts."""
         self._forced: set[int] = set()
         """Sequences whose drafts must follow."""
         self._overlaps = overlaps
         self._left = _CALIBRATING
-        """Steps until the other mode is tried, or compared."""
-        self._pause = _SHORTEST_PAUSE
+        """Least number of steps until drafters are tried."""
+        self._debt = 0.0
+        """Seconds that tries have cost, and that plain steps have not earned yet."""
         self._num_tried = 0
-        self._tokens = 0.0
-        self._seconds = 0.0
-        """Tokens and seconds of the last steps for which drafters were asked."""
 
     def begin_step(self, running: Collection[Request]) -> None:
-        """Cuts the drafts of running requests, before a step is planned."""
-        if self._all:
-            return
-        if len(self.acceptance.rows) > 4 * len(running) + 64:
-            known = {seq_id for request in running for seq_id in request.seq_ids}
-            self.acceptance.retain(known)
-            self._forced &= known
+        """Decides on a step before it is planned."""
         sequences = [seq for request in running for seq in request.unfinished]
-        if not self.is_asking and self._left <= 0 and sequences:
-            self._ask()
-        elif (
-            self._rests
-            and self.is_asking
-            and self.times.num_plain(len(sequences) or 1) < _CALIBRATING
-        ):
-            self._rest(_CALIBRATING)
-        if self._overlaps:
-            for request in running:
-                request.needs_tokens = self.is_asking or request.search is not None
-        # Drafts that must follow are tokens like any other.
-        drafting = [seq for seq in sequences if seq.drafts and seq.seq_id not in self._forced]
-        if self.is_asking and drafting:
-            self._cut(drafting, len(sequences))
-        elif not self.is_asking:
-            for seq in drafting:
+        self.limits = {
+            seq.seq_id: 0 if seq.request.search else seq.request.max_asked for seq in sequences
+        }
+        wanted = [seq for seq in sequences if self.limits[seq.seq_id]]
+        if len(self.acceptance.rows) > 4 * len(sequences) + 64:
+            self.acceptance.retain(self.limits)
+            self._forced &= self.limits.keys()
+        if wanted and self._chooses:
+            self._choose(wanted, len(sequences))
+        # A request that is admitted now may want drafts.
+        wants = bool(wanted or not sequences)
+        self.is_asking = not self.facts.rests or (self._is_trying and wants)
+        self.holds = self._overlaps and self.is_asking
+        for request in running if self._overlaps and self._chooses else ():
+            request.needs_tokens = self.is_asking or request.search is not None
+        for seq in () if self.is_asking else sequences:
+            # Drafts that must follow are tokens like any other.
+            if seq.drafts and seq.seq_id not in self._forced:
                 seq.drafts = []
 
     def observe(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
-        """Records a step's duration. Steps that compute prompts are left out."""
-        if self._all or not plan.scheduled:
+        """Records a step, and the time since the one before. Steps that compute prompts are left
+        out."""
+        if not (self._chooses and plan.scheduled):
             return
         rows = len(plan.scheduled)
         num_drafts = sum(row.num_drafts for row in plan.scheduled)
-        if plan.num_tokens != rows + num_drafts or plan.new or plan.encoders:
+        if plan.num_tokens != rows + num_drafts or plan.new:
             return
         if not plan.asks_drafters:
             if not num_drafts:
                 self.times.observe(rows, 0, seconds, plain=True)
-            self._left -= not self.is_asking
+            self._left -= 1
+            self._debt = max(0.0, self._debt - _SHARE * seconds)
             return
-        self.times.observe(rows, num_drafts, seconds)
+        plain = self.times.predict(rows, 0, plain=True)
+        lost = seconds - num_output_tokens * plain / rows
+        self._debt = max(0.0, self._debt + min(lost, _MOST_LOST * plain))
         self._num_tried += 1
-        self._tokens = self._tokens * 0.9 + num_output_tokens
-        self._seconds = self._seconds * 0.9 + seconds
-        self._compare(rows)
+        self.times.observe(rows, num_drafts, seconds)
+        if self._debt > _MOST_DEBT * plain and self._rests:
+            self._rest(_PAUSE)
+
+    def add(self, request: Request) -> None:
+        """Sets the limit of a request that is queued."""
+        if (raw := request.inputs.parts.get("drafter")) is not None:
+            asked = msgpack.decode(raw, type=DraftRequest).max_draft_tokens
+            request.max_asked = request.max_asked if asked is None else asked
 
     def update(self, row: ScheduledSequence, num_accepted: int, *, forced: bool) -> None:
         """Records how many of a row's drafts were accepted. `forced`: the next drafts must
@@ -229,46 +267,45 @@ class DraftBudget:
         else:
             self._forced.discard(row.seq_id)
 
-    def _ask(self) -> None:
-        self.is_asking = True
-        self._num_tried = 0
-        self._tokens = self._seconds = 0.0
-
-    def _rest(self, num_steps: int) -> None:
-        self.is_asking = False
-        self._left = num_steps
-
-    def _compare(self, rows: int) -> None:
-        """Stops asking if steps without drafts give more tokens per second."""
-        if not (self._rests and self.is_asking) or self._num_tried < _PROBING:
-            return
-        plain = rows / self.times.predict(rows, 0, plain=True)
-        if self._tokens / self._seconds >= plain:
-            self._pause = _SHORTEST_PAUSE
-        else:
-            self._rest(self._pause)
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _cut(self, drafting: Collection[Sequence], rows: int) -> None:
-        """Keeps the drafts that are expected to give the most tokens per second."""
-        gains = [self.acceptance.gains(seq.seq_id, len(seq.drafts)) for seq in drafting]
+    def _choose(self, wanted: Collection[Sequence], rows: int) -> None:
+        """Begins or ends a try, and limits the drafts of the sequences that may have some."""
+        if self._rests:
+            if not self._is_trying:
+                if self._left > 0 or self._debt > 0:
+                    return
+                self._is_trying = True
+                self._num_tried = 0
+            if self.times.num_plain(rows) < _CALIBRATING or self._num_tried >= _LONGEST_TRY:
+                self._rest(_CALIBRATING)
+                return
+        chances = self.acceptance.chances()
         ranked = sorted(
-            (-gain, i, at) for i, row in enumerate(gains) for at, gain in enumerate(row)
+            (-gain, at, seq.seq_id)
+            for seq in wanted
+            for at, gain in enumerate(
+                self.acceptance.gains(seq.seq_id, chances[: seq.request.max_asked])
+            )
         )
         # A row's gains fall, so that the best of all are the first of each row.
-        best = self._num_best(ranked, rows, len(drafting) if self._num_tried < 2 else 0)
-        kept = [0] * len(drafting)
-        for _, i, _ in ranked[:best]:
-            kept[i] += 1
-        for seq, count in zip(drafting, kept, strict=True):
-            del seq.drafts[count:]
-            if not count:
-                self.acceptance.rest(seq.seq_id)
+        least = min(len(wanted), _PROBED) if self._num_tried < _LEAST_TRIED else 0
+        self.limits = dict.fromkeys(self.limits, 0)
+        for _, _, seq_id in ranked[: self._num_best(ranked, rows, least)]:
+            self.limits[seq_id] += 1
+        for seq_id, row in self.acceptance.rows.items():
+            if not self.limits.get(seq_id):
+                # It verifies nothing: what is known of it grows old.
+                row[:] = row[0] * 0.97, row[1] * 0.97
+        if self._rests and not any(self.limits.values()):
+            self._rest(_PAUSE)
+
+    def _rest(self, num_steps: int) -> None:
+        self._is_trying = False
+        self._left = num_steps
 
     def _num_best(self, ranked: Collection[tuple[float, int, int]], rows: int, least: int) -> int:
         """`least`: number of drafts that a try verifies at least."""
         best = least
-        rate = 0.0
+        rate = 0.0 if least else rows / self.times.predict(rows, 0, plain=self._rests)
         expected = float(rows)
         size = 0
         for count in _counts(len(ranked)):

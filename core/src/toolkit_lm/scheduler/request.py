@@ -102,8 +102,7 @@ class Sequence:
             fitting = drafts[
                 : min(request.max_drafts, request.most_tokens - len(self.token_ids) - 1)
             ]
-            # A token that ends the sequence is itself valid: an error of a later draft must not
-            # count.
+            # A token that ends the sequence is valid: an error of a later draft must not count.
             self.drafts = list(takewhile(lambda token: token not in request.end_token_ids, fitting))
         return None
 
@@ -211,8 +210,7 @@ class RequestRules(NamedTuple):
     chunked: bool = True
     """Prompts may be computed in several steps."""
     needs_tokens: bool = False
-    """A sampled token is computed only once its id is known. Until then only the last pipeline
-    stage has it, or drafts follow it."""
+    """A sampled token is computed only once its id is known: only the last stage has it before."""
     forks_anywhere: bool = True
     """Sequences can fork from the leader at any token. If False, the leader stops at the fork."""
     max_drafts: int = sys.maxsize
@@ -242,6 +240,8 @@ class Request:
     """Reason for which the request waits. If it runs: the last reason."""
     gave_way = False
     """The request was preempted for a waiting one, and waits behind that."""
+    max_asked = sys.maxsize
+    """Most drafts that drafters are asked for. A grammar may force more."""
 
     def __init__(
         self,

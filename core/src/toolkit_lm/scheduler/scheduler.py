@@ -121,6 +121,8 @@ class Scheduler:
         request = Request(message, self._seq_ids, self.rules)
         if request.media_end or request.inputs.parts or self.planners.of_plugins:
             self.planners.prepare(request)
+        if self.draft_budget is not None:
+            self.draft_budget.add(request)
         self.roster.add(request)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
@@ -164,6 +166,7 @@ class Scheduler:
         if self.draft_budget is not None:
             self.draft_budget.begin_step(self.roster.running)
             plan.asks_drafters = self.draft_budget.is_asking
+            plan.max_drafts = self.draft_budget.limits
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
@@ -358,6 +361,8 @@ class Scheduler:
         if self.planners.begins:
             self.planners.begin(plan, request)
         self.roster.start(request)
+        if self.draft_budget is not None:
+            self.draft_budget.limits |= dict.fromkeys(request.seq_ids, request.max_asked)
         plan.swap_in += self.request_blocks.admit(request, admitted)
         if request.scheduled_time is None:
             request.num_cached_tokens = request.leader.num_computed_tokens

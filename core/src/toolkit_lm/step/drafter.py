@@ -56,9 +56,9 @@ class Drafter(StepPart):
         """Sets `result.drafts`, by seq_id, for each sequence that has sampled a token.
 
         `result` is a copy with the sampled tokens; only its drafts are read back. The arrays of
-        `inputs` are read-only.
+        `inputs` are read-only. Drafts beyond `inputs.max_drafts` are dropped: do not compute them.
         """
-        for place in inputs.sampling:
-            if result.token_ids[place]:
+        for place, most in zip(inputs.sampling, inputs.max_drafts, strict=True):
+            if most and result.token_ids[place]:
                 tokens = inputs.histories.tokens(inputs.rows[place])
                 result.drafts[inputs.plan.scheduled[place].seq_id] = self.propose(tokens)

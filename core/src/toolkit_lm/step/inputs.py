@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ class StepInputs:
     """Number of drafts at the end of each sampling row's tokens."""
     histories: Any
     """Token histories of the persistent rows: a toolkit_lm.sampling.TokenHistory."""
+    max_drafts: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))
+    """[S] most drafts of each sampling row that the next step verifies, for drafters. 0: none."""
     encoders: EncoderBatch | None = None
     """Encoder sequences that the step computes; None: there are none."""
     spans: np.ndarray | None = None

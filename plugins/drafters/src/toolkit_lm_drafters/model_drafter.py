@@ -108,26 +108,42 @@ class ModelDrafter(Drafter):
     def follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
         """Computes the entries of prompts, so that cached prefixes have them. Single tokens are
         left to a later step: their hidden states are kept, and their ids are known."""
+        if self.offset == 0 and len(inputs.input_ids) == len(inputs.rows):
+            for row in inputs.plan.scheduled:
+                self._filled.setdefault(row.seq_id, row.start)
+            return
         known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
         ends = np.minimum(inputs.starts + inputs.num_tokens, known - self.offset)
         hidden = self.states_of(hidden_states, step) if self.offset else None
-        now = []
-        for row in np.flatnonzero(ends > inputs.starts):
-            seq_id = inputs.plan.scheduled[row].seq_id
-            self._filled.setdefault(seq_id, int(inputs.starts[row]))
-            kept = self._kept.setdefault(seq_id, [])
-            if ends[row] - inputs.starts[row] > 1 or len(kept) >= _MOST_KEPT:
-                now.append(row)
-            elif hidden is not None:
-                place = inputs.query_start[row]
-                kept.append(hidden[place : place + 1])
-        if now:
-            rows = np.array(now)
+        rows = np.flatnonzero(ends > inputs.starts)
+        rows = rows[self._not_left(inputs, rows, ends, hidden)]
+        if len(rows):
             lines = _lines(inputs, rows, known[rows])
             batch = self._batch(inputs, rows, ends[rows], lines, hidden, step)
             passed = batch.hidden
             for head in range(self.num_heads):
                 passed = self.run(step, batch.entries(lines, self.offset + head), passed, head)
+
+    def _not_left(
+        self, inputs: StepInputs, rows: np.ndarray, ends: np.ndarray, hidden: Tensor | None
+    ) -> np.ndarray:
+        """[N] whether a row's entries are computed now. Others are left to a later step, with their
+        hidden states."""
+        is_now = np.ones(len(rows), bool)
+        single = ends[rows] - inputs.starts[rows] <= 1
+        for index in np.flatnonzero(single):
+            row = rows[index]
+            seq_id = inputs.plan.scheduled[row].seq_id
+            self._filled.setdefault(seq_id, int(inputs.starts[row]))
+            if hidden is None:
+                is_now[index] = False
+                continue
+            kept = self._kept.setdefault(seq_id, [])
+            if len(kept) < _MOST_KEPT:
+                is_now[index] = False
+                place = inputs.query_start[row]
+                kept.append(hidden[place : place + 1])
+        return is_now
 
     def finish(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
@@ -136,22 +152,40 @@ class ModelDrafter(Drafter):
         each row."""
         known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
         draws = np.array([bool(drawn) for drawn in result.token_ids])
+        most = np.zeros(len(draws), np.int64)
+        most[inputs.sampling] = inputs.max_drafts
         # A sampled token has no hidden state yet: only offset 0 reads it.
         reached = inputs.starts + inputs.num_tokens + (draws if self.offset == 0 else 0)
         ends = np.minimum(reached, known - self.offset)
+        hidden = self.states_of(hidden_states, step) if self.offset else None
         rows = np.flatnonzero(ends > inputs.starts)
+        if len(unwanted := np.flatnonzero(draws[rows] & (most[rows] == 0))):
+            # They are followed.
+            is_now = np.ones(len(rows), bool)
+            is_now[unwanted] = self._not_left(
+                inputs, rows[unwanted], np.minimum(ends, inputs.starts + inputs.num_tokens), hidden
+            )
+            rows = rows[is_now]
         if not len(rows):
             return
         known = known[rows]
+        most = most[rows]
         lines = _lines(inputs, rows, known)
-        hidden = self.states_of(hidden_states, step) if self.offset else None
         batch = self._batch(inputs, rows, ends[rows], lines, hidden, step)
         hidden = batch.hidden
         lasts = batch.counts.cumsum() - 1
-        live = np.flatnonzero(draws[rows])
+        live = np.flatnonzero(draws[rows] & (most > 0))
         drafts = np.zeros((len(live), 0), np.int64)
         last = None
         for ahead in range(self.num_drafts):
+            # A draft is of use where it is wanted, and the token after it can be drawn too.
+            going = (ahead < most[live]) & (known[live] + ahead + 1 < self.config.max_model_len)
+            if not going.all():
+                self._give(inputs, result, rows[live[~going]], drafts[~going])
+                live, drafts = live[going], drafts[going]
+                last = None if last is None else last[_indices(going, last)]
+            if not len(live) and ahead >= self.num_heads:
+                return
             head = min(ahead, self.num_heads - 1)
             if ahead < self.num_heads:
                 hidden = self.run(step, batch.entries(lines, self.offset + ahead), hidden, head)
@@ -161,19 +195,12 @@ class ModelDrafter(Drafter):
                 last = self.run(step, Entries(rows[live], entry, list(drafts[:, -1:])), last, head)
             if not torch.isfinite(last).all():
                 raise ValueError("a hidden state of the draft is not finite")
-            # A draft is of use where the token after it can be drawn too.
-            going = known[live] + ahead + 1 < self.config.max_model_len
-            if not going.all():
-                self._give(inputs, result, rows[live[~going]], drafts[~going])
-                live, drafts, last = live[going], drafts[going], last[_indices(going, last)]
             if len(live):
                 drawn = step.draw(self.logits(last, head), rows[live], ahead, drafts)
                 drafts = np.concatenate((drafts, drawn[:, None]), axis=1)
                 if ahead + 1 < self.num_heads:
                     for index, token in zip(live, drawn, strict=True):
                         lines[index] = np.append(lines[index], token)
-            elif ahead + 1 >= self.num_heads:
-                return
         self._give(inputs, result, rows[live], drafts)
 
     def _batch(

@@ -35,20 +35,22 @@ class NgramDrafter(Drafter):
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
         histories = inputs.histories
-        for place in inputs.sampling:
-            if result.token_ids[place]:
+        for place, most in zip(inputs.sampling, inputs.max_drafts, strict=True):
+            if most and result.token_ids[place]:
                 seq_id = inputs.plan.scheduled[place].seq_id
                 tokens = histories.tokens(inputs.rows[place])
                 index = self._indexes.get(seq_id)
                 if index is None:
                     index = self._indexes[seq_id] = TokenIndex(self._shortest, len(tokens) + 64)
-                if drafts := self._look_up(index, tokens):
+                if drafts := self._look_up(index, tokens, most):
                     result.drafts[seq_id] = drafts
 
     def propose(self, token_ids: np.ndarray) -> list[int]:
-        return self._look_up(TokenIndex(self._shortest, len(token_ids)), token_ids)
+        return self._look_up(
+            TokenIndex(self._shortest, len(token_ids)), token_ids, self._num_drafts
+        )
 
-    def _look_up(self, index: TokenIndex, tokens: np.ndarray) -> list[int]:
+    def _look_up(self, index: TokenIndex, tokens: np.ndarray, most: int) -> list[int]:
         index.update(tokens)
         view = tokens.data
         end = len(tokens)
@@ -60,7 +62,7 @@ class NgramDrafter(Drafter):
                 source = place
                 if length == self._longest:
                     break
-        return _copy(view, source, end, self._num_drafts) if longest else []
+        return _copy(view, source, end, min(self._num_drafts, most)) if longest else []
 
 
 def _copy(tokens: memoryview, source: int, end: int, count: int) -> list[int]:

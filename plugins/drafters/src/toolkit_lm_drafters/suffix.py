@@ -72,8 +72,8 @@ class SuffixDrafter(Drafter):
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun
     ) -> None:
         histories = inputs.histories
-        for place in inputs.sampling:
-            if result.token_ids[place]:
+        for place, most in zip(inputs.sampling, inputs.max_drafts, strict=True):
+            if most and result.token_ids[place]:
                 seq_id = inputs.plan.scheduled[place].seq_id
                 sequence = self._sequences[seq_id]
                 tokens = histories.tokens(inputs.rows[place])
@@ -81,7 +81,8 @@ class SuffixDrafter(Drafter):
                 known = sequence.num_prompt_tokens + len(sequence.output)
                 sequence.output += tokens[known:].tolist()
                 sequence.corpus.update(tokens)
-                guess = self._guess(sequence, tokens, len(tokens), self._limits)
+                limits = self._limits._replace(num_tokens=min(self._limits.num_tokens, most))
+                guess = self._guess(sequence, tokens, len(tokens), limits)
                 sequence.probabilities = guess.probabilities
                 if guess.tokens:
                     result.drafts[seq_id] = guess.tokens
