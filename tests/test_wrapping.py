@@ -11,7 +11,7 @@ import torch
 import transformers
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model import FusibleLayer, LinearBase, Rows, VocabParallelEmbedding, WrappingMethod
+from toolkit_lm.model import ChangingMethod, FusibleLayer, LinearBase, Rows, VocabParallelEmbedding
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepPart
 from toolkit_lm_decoder.llama import LlamaForCausalLM
@@ -38,7 +38,7 @@ SHAPE = {
 }
 
 
-class Adapter(WrappingMethod):
+class Adapter(ChangingMethod):
     """Adds what depends on the input, and keeps what it saw."""
 
     def __init__(self, inner, name, seen):

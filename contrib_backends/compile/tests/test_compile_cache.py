@@ -25,7 +25,7 @@ import toolkit_lm_decoder
 import torch
 from compile_harness import PLUGINS, compiled
 from toolkit_lm.errors import ConfigError
-from toolkit_lm.model import WrappingMethod
+from toolkit_lm.model import ChangingMethod
 from toolkit_lm_compile import compiler as compiler_module, key as key_module, store
 from toolkit_lm_compile.key import ingredients, key_of
 from toolkit_lm_compile.options import options_of
@@ -165,7 +165,7 @@ def test_what_parts_add_to_a_layer_misses(model, monkeypatch):
     """Taps, and methods that wrap others: without them, code of a model that has none would be
     found."""
 
-    class Adapting(WrappingMethod):
+    class Adapting(ChangingMethod):
         def change(self, x, out, rows):
             return out
 

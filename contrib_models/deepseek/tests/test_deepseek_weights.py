@@ -8,7 +8,7 @@ import torch
 from deepseek_families import GROUPS, make_glm, make_glm45, make_longcat, make_v2, make_v3
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import WrappingMethod
+from toolkit_lm.model import ChangingMethod
 from toolkit_lm_deepseek.deepseek_v2 import DeepseekV2ForCausalLM
 from toolkit_lm_deepseek.deepseek_v3 import DeepseekV3ForCausalLM
 from toolkit_lm_deepseek.glm4_moe import Glm4MoeForCausalLM
@@ -195,7 +195,7 @@ def test_ranks_that_hold_experts_whole_give_the_logits_of_one(tmp_path, make, mo
         assert_same_logits(found, logits(theirs))
 
 
-class Doubling(WrappingMethod):
+class Doubling(ChangingMethod):
     def change(self, x, out, rows):
         return out * 2
 

@@ -53,6 +53,7 @@ from .linear import (
 )
 from .linear_method import (
     NO_EPILOGUE as NO_EPILOGUE,
+    ChangingMethod as ChangingMethod,
     Epilogue as Epilogue,
     LayerKind as LayerKind,
     LinearMethod as LinearMethod,

@@ -158,7 +158,7 @@ class LinearMethod(ABC):
 
 
 class WrappingMethod(LinearMethod):
-    """Base of methods that change the result of another method, quantized or not, by rows: for
+    """Base of methods that compute with another one, quantized or not, and say in `apply` how: for
     instance an adapter's.
 
     `LinearBase.wrap` wraps the layer's present method, whose weight is loaded and rearranged by
@@ -168,11 +168,6 @@ class WrappingMethod(LinearMethod):
     def __init__(self, inner: LinearMethod) -> None:
         self.inner = inner
 
-    @abstractmethod
-    def change(self, x: Tensor, out: Tensor, rows: Rows | Tensor) -> Tensor:
-        """Returns the changed `out` [T, outputs], which is x W^T + bias and may be written to.
-        Called before the activation and the residual."""
-
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         self.inner.create(layer, spec)
 
@@ -181,6 +176,25 @@ class WrappingMethod(LinearMethod):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.apply(x, bias)
+
+    @abstractmethod
+    def apply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue = NO_EPILOGUE,
+        *,
+        rows: Rows | Tensor = Rows.FLAT,
+    ) -> Tensor: ...
+
+
+class ChangingMethod(WrappingMethod):
+    """Base of methods that change another one's result by rows."""
+
+    @abstractmethod
+    def change(self, x: Tensor, out: Tensor, rows: Rows | Tensor) -> Tensor:
+        """Returns the changed `out` [T, outputs], which is x W^T + bias and may be written to.
+        Called before the activation and the residual."""
 
     def apply(
         self,

@@ -141,9 +141,6 @@ class LoraMethod(WrappingMethod):
             out[others] = self.inner.apply(x[others], bias, _at(epilogue, others))
         return out
 
-    def change(self, x: Tensor, out: Tensor, rows: Rows | Tensor) -> Tensor:
-        raise AssertionError("apply does without it")
-
     def _changed(self, x: Tensor, out: Tensor, bias: Tensor | None, groups: list[Group]) -> Tensor:
         for changes, scale, mine in groups:
             change = changes[self._layer]
