@@ -3,10 +3,26 @@ routes add them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Unpack
 
 from toolkit_lm_serving.engine import ServingEngine
+
+if TYPE_CHECKING:
+    from toolkit_lm.config import Task, VllmConfig
+    from toolkit_lm.engine import EngineState
+    from toolkit_lm.frontend import EncodeOptions, Health
+    from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
+    from toolkit_lm.params import SamplingParams
+    from toolkit_lm.plugin import Plugins
+    from toolkit_lm.pooling_params import PoolingParams
+    from toolkit_lm.processing import Processor, RequestOptions
+    from toolkit_lm.prompts import Conversation, Prompt, TextPair
+    from toolkit_lm.renderer import ConversationOptions, Renderer
+    from toolkit_lm_serving.cost import Cost
+
+Answer = TypeVar("Answer")
 
 
 class Alias(NamedTuple):
@@ -55,36 +71,142 @@ class AliasEngine:
         self.served_model_name = name
         self._context = alias.context
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def config(self) -> VllmConfig:
+        return self._engine.config
 
-    def _with(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    @property
+    def plugins(self) -> Plugins:
+        return self._engine.plugins
+
+    @property
+    def renderer(self) -> Renderer:
+        return self._engine.renderer
+
+    @property
+    def processor(self) -> Processor:
+        return self._engine.processor
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return self._engine.tasks
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._engine.error
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        return self._engine.engines
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._engine.num_queued_tokens
+
+    @property
+    def num_restarts(self) -> int:
+        return self._engine.num_restarts
+
+    def hold(
+        self, cost: Cost, options: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[None]:
+        return self._engine.hold(cost, options)
+
+    def hold_rendering(
+        self, prompts: Sequence[object], options: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[None]:
+        return self._engine.hold_rendering(prompts, options)
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    async def wait_ready(self) -> None:
+        await self._engine.wait_ready()
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._engine.reset_prefix_cache()
+
+    async def call_workers(
+        self, method: str, payload: object = None, answer: type[Answer] | None = None
+    ) -> list[Answer]:
+        return await self._engine.call_workers(method, payload, answer)
+
+    def _with(self, options: Mapping[str, Any] | None) -> Any:
         named = options or {}
         return {**named, "context": {**named.get("context", {}), **self._context}}
 
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        return self._engine.generate(*arguments, **self._with(options))
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self._engine.generate(prompt, sampling_params, request_id, **self._with(options))
 
-    def generate_many(self, *arguments: Any, **options: Any) -> Any:
-        return self._engine.generate_many(*arguments, **self._with(options))
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        return self._engine.generate_many(prompts, sampling_params, **self._with(options))
 
-    def chat(self, *arguments: Any, options: Any = None, **others: Any) -> Any:
-        return self._engine.chat(*arguments, options=cast(Any, self._with(options)), **others)
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **render_options: Unpack[ConversationOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self._engine.chat(
+            messages, sampling_params, request_id, options=self._with(options), **render_options
+        )
 
-    def chat_many(self, *arguments: Any, options: Any = None, **others: Any) -> Any:
-        return self._engine.chat_many(*arguments, options=cast(Any, self._with(options)), **others)
+    def chat_many(
+        self,
+        conversations: Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **render_options: Unpack[ConversationOptions],
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        return self._engine.chat_many(
+            conversations, sampling_params, options=self._with(options), **render_options
+        )
 
-    def encode(self, *arguments: Any, **options: Any) -> Any:
-        return self._engine.encode(*arguments, **self._with(options))
+    async def encode(
+        self,
+        prompt: Prompt | TextPair,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> PoolingRequestOutput:
+        return await self._engine.encode(prompt, pooling_params, request_id, **self._with(options))
 
-    def encode_many(self, *arguments: Any, **options: Any) -> Any:
-        return self._engine.encode_many(*arguments, **self._with(options))
+    async def encode_many(
+        self,
+        prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> list[PoolingRequestOutput]:
+        return await self._engine.encode_many(
+            prompts, pooling_params, request_ids=request_ids, names=names, **self._with(options)
+        )
 
 
 Under = Callable[[Any, str, Alias], Any]
 """What a name has, made of what the default model has."""
 
 
-def engine_under(engine: Any, name: str, alias: Alias) -> Any:
+def engine_under(engine: ServingEngine, name: str, alias: Alias) -> ServingEngine:
     """The engine as requests with that name of an alias get it."""
     return AliasEngine(engine, name, alias)
