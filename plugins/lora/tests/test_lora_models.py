@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from lora_adapters import PROMPT, given
 from peft import LoraConfig, PeftModel, get_peft_model
-from toolkit_lm import LLM, PoolingParams, SamplingParams
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import RequestError
 from toolkit_lm_devkit import make_checkpoint
-from toolkit_lm_lora.front import ADAPTER, LoRARequest
-from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertModel
+from toolkit_lm_lora.front import LoRARequest
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+)
 
+BERT = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
 DECODER = r".*decoder\..*(self_attn\..*_proj|encoder_attn\.(q|out)_proj|fc1|fc2)"
 
 
-def save(load, path, targets):
+def save(load, path, targets, **fields):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(3)
-        made = get_peft_model(load(), LoraConfig(r=4, target_modules=targets))
+        made = get_peft_model(load(), LoraConfig(r=4, target_modules=targets, **fields))
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.requires_grad:
@@ -32,32 +49,50 @@ def save(load, path, targets):
 def test_a_model_that_pools(tmp_path):
     """MiniLM's shape. Its pooler, which means of tokens do without, is adapted too."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=272,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    make_checkpoint(tmp_path / "base", BertModel(config).eval())
+    make_checkpoint(tmp_path / "base", BertModel(BertConfig(**BERT)).eval())
     load = lambda: BertModel.from_pretrained(tmp_path / "base")  # noqa: E731
     adapted = save(load, tmp_path / "adapter", "all-linear")
-    options = {"lora": {"modules": [f"a={tmp_path / 'adapter'}"]}}
-    with LLM(
-        str(tmp_path / "base"), runner="pooling", dtype="float32", plugin_option=options
-    ) as llm:
-        params = [PoolingParams(task="embed")]
-        for context, model in (({ADAPTER: "a"}, adapted), ({}, load().eval())):
-            [prepared] = llm.engine.processor.pooling.prepare_batch(
-                ["a"], [{"prompt_token_ids": PROMPT}], params, {"context": context}
-            )
-            [output] = llm._run([prepared], False, None)
-            assert not output.error, output.error
-            found = torch.tensor(output.outputs.data.tolist()).flatten()
-            hidden = model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0)
+    own = {"lora": {"enabled": True}}
+    with LLM(str(tmp_path / "base"), runner="pooling", dtype="float32", plugin_option=own) as llm:
+        prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[:9]}] * 2
+        request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+        outputs = llm.embed(prompts, lora_request=[request, request, None, None], use_tqdm=False)
+        for output, prompt, model in zip(
+            outputs, prompts, [adapted] * 2 + [load().eval()] * 2, strict=True
+        ):
+            found = torch.tensor(output.outputs.embedding)
+            ids = torch.tensor([prompt["prompt_token_ids"]])
+            hidden = model(ids).last_hidden_state[0].mean(0)
             assert (found - hidden / hidden.norm()).abs().max() < 1e-5
+        alone = llm.encode(prompts[0], pooling_task="embed", lora_request=request, use_tqdm=False)
+        assert alone[0].outputs.data.tolist() == outputs[0].outputs.embedding
+        with pytest.raises(RequestError, match="lora_request has 1 entries for 4 prompts"):
+            llm.embed(prompts, lora_request=[request], use_tqdm=False)
+        with pytest.raises(TypeError, match="takes no 'lora_requests'"):
+            llm.embed(prompts, lora_requests=[request], use_tqdm=False)
+
+
+@pytest.mark.parametrize("saved", [["classifier"], ["classifier", "pooler"]], ids=str)
+@torch.no_grad()
+def test_heads_of_a_classifier(tmp_path, saved):
+    """A cross-encoder's shape: the adapter brings a head, or all of it."""
+    torch.manual_seed(0)
+    config = BertConfig(**BERT, num_labels=3)
+    make_checkpoint(tmp_path / "base", BertForSequenceClassification(config).eval())
+    load = lambda: BertForSequenceClassification.from_pretrained(tmp_path / "base")  # noqa: E731
+    adapted = save(load, tmp_path / "adapter", ["query", "dense"], modules_to_save=saved)
+    request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+    own = {"lora": {"enabled": True}}
+    with LLM(str(tmp_path / "base"), runner="pooling", dtype="float32", plugin_option=own) as llm:
+        prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (33, 9, 20, 9)]
+        requests = [request, None, request, request]
+        outputs = llm.classify(prompts, lora_request=requests, use_tqdm=False)
+        for output, prompt, one in zip(outputs, prompts, requests, strict=True):
+            model = adapted if one else load().eval()
+            ids = torch.tensor([prompt["prompt_token_ids"]])
+            expected = model(ids).logits[0].softmax(-1)
+            assert not output.error, output.error
+            assert (torch.tensor(output.outputs.probs) - expected).abs().max() < 1e-5
 
 
 @torch.no_grad()

@@ -248,11 +248,10 @@ class AsyncLLM:
         many = listed(prompts)
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
         arguments: dict[str, Any] = {**options, "names": names}
-        for name in options.keys() - EncodeOptions.__annotations__.keys():
+        known = {*EncodeOptions.__annotations__, *self.processor.parts.keywords}
+        for name in options.keys() - known:
             if arguments[name] is not None:
-                raise RequestError(
-                    f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name
-                )
+                raise RequestError(f"unknown option {name!r}. {nearest(name, known)}", name)
         if not many and not ids:
             return []
         prepare = partial(

@@ -19,7 +19,7 @@ from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.processing.validation import check_count
+from toolkit_lm.processing.validation import each_of
 from toolkit_lm.prompts import Conversation, Prompt, listed
 from toolkit_lm.renderer import ConversationOptions
 from toolkit_lm.resolution.no_effect import without_effect_offline
@@ -112,11 +112,11 @@ class LLM(PoolingMixin):
         """
         many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(many))
-        contexts, others = self._contexts(none, len(many))
+        contexts, others = self.engine.processor.parts.contexts(none, len(many))
         if others:
             check_names(self.generate, others)
-        priorities = _each(0 if priority is None else priority, "priority", len(many))
-        salts = _each(cache_salt, "cache_salt", len(many))
+        priorities = each_of(0 if priority is None else priority, "priority", len(many))
+        salts = each_of(cache_salt, "cache_salt", len(many))
         prepare = self.engine.processor.prepare
         prepared = [
             prepare(
@@ -146,11 +146,11 @@ class LLM(PoolingMixin):
         )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        contexts, named = self._contexts(
+        contexts, named = self.engine.processor.parts.contexts(
             {name: value for name, value in render_options.items() if value not in (None, "auto")},
             len(conversations),
         )
-        salts = _each(cache_salt, "cache_salt", len(conversations))
+        salts = each_of(cache_salt, "cache_salt", len(conversations))
         try:
             prepared = [
                 prepare(
@@ -164,22 +164,6 @@ class LLM(PoolingMixin):
                 check_names(self.chat, {error.param: named[error.param]}, only_near=True)
             raise
         return self._run(prepared, use_tqdm, progress)
-
-    def _contexts(
-        self, keywords: Mapping[str, Any], count: int
-    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        """Returns the context of each of `count` requests, from keywords of plugins' parts, and the
-        other keywords."""
-        contexts: list[dict[str, str]] = [{} for _ in range(count)]
-        halves = self.engine.processor.parts.keywords
-        others = {}
-        for name, value in keywords.items():
-            if name not in halves:
-                others[name] = value
-                continue
-            for context, item in zip(contexts, _each(value, name, count), strict=True):
-                context |= {} if item is None else halves[name].keyword(name, item)
-        return contexts, others
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -289,15 +273,6 @@ class LLM(PoolingMixin):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _each(value: object, name: str, count: int) -> list[Any]:
-    """Returns one value for each of `count` requests. Raises RequestError for another number of
-    values."""
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    check_count(value, name, count)
-    return list(value)
 
 
 def _config_of(options: Mapping[str, Any]) -> VllmConfig:

@@ -74,7 +74,7 @@ class PoolingMixin(ABC):
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
-        check_names(self.encode, options, EncodeOptions.__annotations__)
+        self._check_names(self.encode, options, EncodeOptions)
         many = listed(prompts)
         ids = [self._next_id() for _ in many]
         prepared = prepared_for_pooling(
@@ -92,14 +92,14 @@ class PoolingMixin(ABC):
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
     ) -> list[PoolingRequestOutput]:
         """Returns one vector per prompt."""
-        check_names(self.embed, options, EncodeOptions.__annotations__)
+        self._check_names(self.embed, options, EncodeOptions)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
     def classify(
         self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]
     ) -> list[PoolingRequestOutput]:
         """Returns the probabilities of the model's labels, for each prompt."""
-        check_names(self.classify, options, EncodeOptions.__annotations__)
+        self._check_names(self.classify, options, EncodeOptions)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
     def reward(
@@ -107,7 +107,7 @@ class PoolingMixin(ABC):
     ) -> list[PoolingRequestOutput]:
         """Returns a reward model's rewards for each prompt: one for each token, or for each
         step."""
-        check_names(self.reward, options, EncodeOptions.__annotations__)
+        self._check_names(self.reward, options, EncodeOptions)
         return self.encode(
             no_pair(prompts), pooling_params, pooling_task="token_classify", **options
         )
@@ -126,7 +126,7 @@ class PoolingMixin(ABC):
         similarity that its files state. A late-interaction model's score is the sum of the best
         products of token embeddings.
         """
-        check_names(self.score, options, ScoreOptions.__annotations__)
+        self._check_names(self.score, options, ScoreOptions)
         return self._score(
             self.engine.processor.pooling.scoring(data_1, data_2, ("data_1", "data_2")),
             pooling_params,
@@ -143,7 +143,7 @@ class PoolingMixin(ABC):
     ) -> list[RerankResult]:
         """Ranks documents by how well they fit the query, best first. Documents that could not be
         scored come last, with their errors."""
-        check_names(self.rerank, options, ScoreOptions.__annotations__)
+        self._check_names(self.rerank, options, ScoreOptions)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
@@ -176,6 +176,12 @@ class PoolingMixin(ABC):
             raise scoring.culprit(error) from None
         return scoring.scores(outputs)
 
+    def _check_names(
+        self, method: Callable[..., object], options: Mapping[str, object], kind: type
+    ) -> None:
+        keywords = self.engine.processor.parts.keywords
+        check_names(method, options, {*kind.__annotations__, *keywords})
+
     @abstractmethod
     def _next_id(self) -> str: ...
 
@@ -202,8 +208,9 @@ def prepared_for_pooling(
         return {name: options[name] for name in kind.__annotations__.keys() & options.keys()}
 
     each = params_of_each(params, options.get("pooling_task"), len(prompts), processor.tasks)
+    contexts, _ = processor.parts.contexts(options, len(prompts))
     prepared = processor.pooling.prepare_batch(
-        request_ids, prompts, each, of(RequestOptions), **of(TextOptions)
+        request_ids, prompts, each, of(RequestOptions), contexts=contexts, **of(TextOptions)
     )
     names = options.get("names") or [f"prompt {index}" for index in range(len(prepared))]
     # Sequences of equal length that meet in a step are computed together.

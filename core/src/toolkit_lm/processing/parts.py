@@ -13,6 +13,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import RequestOptions
+from toolkit_lm.processing.validation import each_of
 
 
 class RequestHalf:
@@ -62,6 +63,21 @@ class RequestParts:
         """Whether `prepare` has anything to do."""
         self.keywords = {name: half for half in self.by_name.values() for name in half.keywords}
         """The halves of keywords."""
+
+    def contexts(
+        self, keywords: Mapping[str, Any], count: int
+    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """Returns the context of each of `count` requests, from keywords of the parts, and the
+        other keywords. A keyword's value may be a list, of one for each."""
+        contexts: list[dict[str, str]] = [{} for _ in range(count)]
+        others = {}
+        for name, value in keywords.items():
+            if name not in self.keywords:
+                others[name] = value
+                continue
+            for context, item in zip(contexts, each_of(value, name, count), strict=True):
+                context |= {} if item is None else self.keywords[name].keyword(name, item)
+        return contexts, others
 
     def with_context(self, options: RequestOptions) -> RequestOptions:
         """Returns the options, with the keywords of the parts as `context`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from toolkit_lm.config import VllmConfig
@@ -63,10 +63,13 @@ class PoolingProcessor:
         prompts: Sequence[Prompt | TextPair],
         params: Sequence[PoolingParams],
         options: RequestOptions | None = None,
+        *,
+        contexts: Sequence[Mapping[str, str]] = (),
         **text_options: Unpack[TextOptions],
     ) -> list[PreparedRequest | RequestError]:
         """Makes a request from each prompt, or pair of texts, or the error for which it cannot be
-        one. `params` has one entry per prompt.
+        one. `params` has one entry per prompt. `contexts`, of which there may be as many: added to
+        the context of `options`.
 
         Raises RequestError for an error that concerns all of them.
         """
@@ -78,13 +81,17 @@ class PoolingProcessor:
         rendered = self.texts.render(prompts, **text_options)
         prepared: list[PreparedRequest | RequestError] = []
         now = time.monotonic()
-        for request_id, text, prompt, request_params in zip(
-            request_ids, rendered, prompts, params, strict=True
+        contexts = contexts or [{}] * len(prompts)
+        for request_id, text, prompt, request_params, context in zip(
+            request_ids, rendered, prompts, params, contexts, strict=True
         ):
             try:
                 if isinstance(text, RequestError):
                     raise text
-                prepared_request = self._prepared(request_id, text, prompt, request_params, options)
+                own = options
+                if context:
+                    own = {**options, "context": {**options.get("context", {}), **context}}
+                prepared_request = self._prepared(request_id, text, prompt, request_params, own)
                 # They arrive together, so they are served in the order in which they are submitted.
                 prepared_request.message.arrival_time = now
                 prepared.append(prepared_request)

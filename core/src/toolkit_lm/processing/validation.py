@@ -17,6 +17,15 @@ MAX_SALT_LENGTH = 1024
 MAX_CONTEXT_LENGTH = 16384
 
 
+def each_of(value: object, name: str, count: int) -> list[Any]:
+    """Returns one value for each of `count` requests. Raises RequestError for another number of
+    values."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    check_count(value, name, count)
+    return list(value)
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises RequestError, which names the option, for request options of a wrong type or size. An
     unknown one must be None."""

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
+
+LOW = "lora_A"
+HIGH = "lora_B"
+"""A [rank, inputs] and B [outputs, rank], of a head: they are added, and not in the place of a
+parameter."""
 
 
 class Replacing(Protocol):
     """Tells which rows have other parameters."""
 
-    def replaced(self, path: str, count: int) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Parameters and rows (None: all) of a call with `count` rows."""
+    def replaced(
+        self, path: str, count: int
+    ) -> list[tuple[dict[str, Tensor], float, Tensor | None]]:
+        """Parameters, their scale, and rows (None: all) of a call with `count` rows."""
 
 
 class Replacement:
@@ -47,9 +55,9 @@ class Replacement:
         self.remove()
         try:
             result = result.clone()
-            for parameters, rows in found:
-                own = {**dict(module.named_parameters(recurse=False)), **parameters}
-                again = functional_call(module, own, (x if rows is None else x[rows],))
+            for parameters, scale, rows in found:
+                mine = x if rows is None else x[rows]
+                again = self._again(module, parameters, scale, mine, result, rows)
                 if rows is None:
                     result = again
                 else:
@@ -57,3 +65,25 @@ class Replacement:
         finally:
             self.install()
         return (result, *out[1:]) if is_pair else result
+
+    @staticmethod
+    def _again(
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        scale: float,
+        x: Tensor,
+        result: Tensor,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """The result of rows `x` with parameters of an adapter."""
+        replaced = {name: tensor for name, tensor in parameters.items() if name not in (LOW, HIGH)}
+        if replaced:
+            own = {**dict(module.named_parameters(recurse=False)), **replaced}
+            found: Tensor = functional_call(module, own, (x,))
+        else:
+            found = result if rows is None else result[rows]
+        if LOW in parameters:
+            # A sum of its own for each row: its bits do not depend on the others.
+            low = [parameters[LOW] @ row for row in x]
+            found = found + scale * torch.stack([parameters[HIGH] @ vector for vector in low])
+        return found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from toolkit_lm.model import Absent, LinearBase
+from toolkit_lm.model import Absent, LinearBase, Model
 from torch import nn
 
 
@@ -28,6 +28,12 @@ class Names:
         self.modules: dict[str, nn.Module] = {}
         """Other modules than linear layers, with parameters of their own, by their names: norms,
         heads."""
+        self._renames = [
+            rename
+            for path, module in modules.items()
+            if isinstance(module, Model)
+            for rename in module.renames
+        ]
         self._absent = [path for path, module in modules.items() if isinstance(module, Absent)]
         self.experts: dict[str, dict[int, list[LinearBase]]] = {}
         """Layers of each expert of a module, by its name: gate and up, then down."""
@@ -71,6 +77,12 @@ class Names:
     def module(self, name: str) -> nn.Module | None:
         """The module of that name, other than a linear layer."""
         known = self._known(name, self.modules)
+        if known is None:
+            # A head, which the class may keep elsewhere than the checkpoint.
+            own = f"{name}."
+            for pattern, replacement in self._renames:
+                own = re.sub(pattern, replacement, own)
+            known = self._known(own.rstrip("."), self.modules)
         return None if known is None else self.modules[known]
 
     def is_elsewhere(self, name: str) -> bool:

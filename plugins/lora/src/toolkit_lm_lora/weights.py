@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import LinearBase, LinearMethod, Shard
+from toolkit_lm.model import HeadLinear, LinearBase, LinearMethod, Shard
 from torch import Tensor, nn
 
 from toolkit_lm_lora.files import WEIGHTS, AdapterFolder
 from toolkit_lm_lora.joining import Dora, Joining, Part, of_inputs, of_outputs, span
 from toolkit_lm_lora.method import Change
+from toolkit_lm_lora.modules import HIGH, LOW
 from toolkit_lm_lora.names import Names, Place
 
 _PREFIX = "base_model.model."
@@ -338,6 +339,19 @@ class Reading:
     def _replaced(self, module: str, tensors: dict[str, str], other: nn.Module) -> None:
         """Parameters of a module other than a linear layer."""
         parameters = dict(other.named_parameters(recurse=False))
+        path = self._paths[id(other)]
+        names = tensors.get("lora_A.weight"), tensors.get("lora_B.weight")
+        if isinstance(other, HeadLinear) and None not in names:
+            low, high = (self._get(name or "").float() for name in names)
+            rank = self._config.rank(module)
+            subject = f"rank {rank} of {module}"
+            self._expect(names[0] or "", low, (rank, other.in_features), subject)
+            self._expect(names[1] or "", high, (other.out_features, rank), subject)
+            added = {LOW: low, HIGH: high * self._config.scaling(module)}
+            self.adapter.modules.setdefault(path, {}).update(
+                (key, tensor.to(other.weight.device).contiguous()) for key, tensor in added.items()
+            )
+            tensors = {key: name for key, name in tensors.items() if name not in names}
         wanted = self._config.modules_to_save or self._config.bias == "all"
         for suffix, name in tensors.items():
             if suffix == "base_layer.weight" or (suffix == "weight" and not wanted):
@@ -346,7 +360,6 @@ class Reading:
                 raise self._error(name, f"{module!r} has no such parameter, or is not adapted")
             tensor = self._get(name)
             self._expect(name, tensor, tuple(own.shape), module)
-            path = self._paths[id(other)]
             mine = tensor if self._keeps_all else tensor.to(own.device, own.dtype)
             if self._keeps_all or not torch.equal(mine, own.detach()):
                 self.adapter.modules.setdefault(path, {})[suffix] = mine

@@ -62,6 +62,8 @@ class LoraPart(StepPart):
         self._reported: Report | None = None
         self._uses: dict[int, tuple[Key, ...]] = {}
         """By sequence."""
+        self._pooled: dict[int, tuple[int, str | None]] = {}
+        """By sequence that pools, tokens of its prompt and its task."""
         self._methods: dict[str, tuple[Any, LoraMethod]] = {}
         """By layer, the method without adapters, and with them."""
         self._modules: dict[str, Replacement] = {}
@@ -71,6 +73,8 @@ class LoraPart(StepPart):
         self._step: list[_StepGroup] = []
         self._num_tokens = 0
         self._num_sampled = 0
+        self._num_pooled = 0
+        """Rows whose prompts end in the step, and that pool for one task; 0: for several."""
 
     def facts(self) -> Raw:
         return Raw(msgpack.encode(Report([], {}, [])))
@@ -211,12 +215,15 @@ class LoraPart(StepPart):
     # Rows
 
     def add(self, seq: NewSequence) -> None:
+        if (params := seq.inputs.pooling) is not None:
+            self._pooled[seq.seq_id] = seq.num_prompt_tokens, params.task
         if (share := seq.inputs.parts.get("lora")) is not None:
             uses = msgpack.decode(share, type=list[Use])
             self._uses[seq.seq_id] = tuple(sorted((use.digest, use.scale) for use in uses))
 
     def remove(self, seq_id: int) -> None:
         self._uses.pop(seq_id, None)
+        self._pooled.pop(seq_id, None)
 
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
         kinds: dict[tuple[Key, ...], int] = {(): 0}
@@ -236,6 +243,8 @@ class LoraPart(StepPart):
         lasts = inputs.query_start[1:][inputs.sampling] - 1
         self._num_tokens = len(of_tokens)
         self._num_sampled = len(lasts)
+        pooled = self._pooled_rows(inputs)
+        self._num_pooled = len(pooled)
         keys = sorted({key for kind in kinds for key in kind})
         self._step = [
             _StepGroup(
@@ -244,12 +253,25 @@ class LoraPart(StepPart):
                 np.array([key in kind for kind in kinds]),
                 of_tokens,
                 of_tokens[lasts],
+                of_rows[pooled],
                 self.device,
             )
             for key in keys
         ]
         self._of_tokens = torch.from_numpy(of_tokens).to(self.device)
         self._wrap()
+
+    def _pooled_rows(self, inputs: StepInputs) -> list[int]:
+        """Rows that are pooled, if all are for one task."""
+        ends = inputs.starts + inputs.num_tokens
+        found = []
+        tasks = set()
+        for index, row in enumerate(inputs.plan.scheduled):
+            if (known := self._pooled.get(row.seq_id)) is not None:
+                tasks.add(known[1])
+                if known[0] == ends[index]:
+                    found.append(index)
+        return found if len(tasks) == 1 else []
 
     def _wrap(self) -> None:
         """Wraps what the step's adapters change, and nothing else: kernels that fuse layers go on
@@ -302,16 +324,29 @@ class LoraPart(StepPart):
                 found.append(Group(group.adapter.changes, group.key[1], None if is_all else mine))
         return found
 
-    def replaced(self, path: str, count: int) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Parameters in the place of a module's own, and their rows, in a call with `count` rows.
-        The module is not a linear layer."""
+    def replaced(
+        self, path: str, count: int
+    ) -> list[tuple[dict[str, Tensor], float, Tensor | None]]:
+        """Parameters in the place of a module's own, their scale and rows, in a call with `count`
+        rows. The module is not a linear layer."""
         found = []
         for group in self._step:
             if path not in group.adapter.modules:
                 continue
-            by_count = {self._num_sampled: group.sampled, self._num_tokens: group.flat}
-            if count in by_count and not (rows := by_count[count])[2]:
-                found.append((group.adapter.modules[path], None if rows[1] else rows[0]))
+            by_count = {
+                self._num_pooled: group.pooled,
+                self._num_sampled: group.sampled,
+                self._num_tokens: group.flat,
+            }
+            is_either = self._num_sampled == self._num_pooled == count != self._num_tokens
+            if count not in by_count or is_either:
+                raise UnsupportedError(
+                    f"an adapter changes {path}, which is called for {count} of the "
+                    f"{self._num_tokens} tokens of a step: whose they are is not known"
+                )
+            if not (rows := by_count[count])[2]:
+                parameters = group.adapter.modules[path]
+                found.append((parameters, group.key[1], None if rows[1] else rows[0]))
         return found
 
     def close(self) -> None:
@@ -328,6 +363,7 @@ class _StepGroup:
         has: np.ndarray,
         of_tokens: np.ndarray,
         of_sampled: np.ndarray,
+        of_pooled: np.ndarray,
         device: torch.device,
     ) -> None:
         self.key = key
@@ -335,6 +371,7 @@ class _StepGroup:
         self._has = torch.from_numpy(has).to(device)
         self.flat = self._indices(has[of_tokens], device)
         self.sampled = self._indices(has[of_sampled], device)
+        self.pooled = self._indices(has[of_pooled], device)
 
     @staticmethod
     def _indices(mask: np.ndarray, device: torch.device) -> tuple[Tensor, bool, bool]:
