@@ -15,7 +15,7 @@ from toolkit_lm.model import (
     join,
     layer_index,
 )
-from toolkit_lm_decoder.llama import LlamaForCausalLM, LlamaMLP
+from toolkit_lm_decoder.llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from toolkit_lm_moe.experts import RoutedExperts, split_experts
 from torch import Tensor, nn
 
@@ -126,7 +126,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
 
     packed = {"gate_up_proj": ("gate_proj", "up_proj")}
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
-    decoder = DeepseekModel
+    decoder: ClassVar[type[LlamaModel]] = DeepseekModel
     moe: ClassVar[type[DeepseekMoE]]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

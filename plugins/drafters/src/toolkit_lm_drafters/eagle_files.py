@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ def _flat(hf_config: dict[str, Any], names: str) -> dict[str, Any]:
     return {**layers, "norm_before_residual": True, **own}
 
 
-def _expect(stated: dict[str, Any], built: dict[str, Any], names: str) -> None:
+def _expect(stated: Mapping[str, Any], built: Mapping[str, Any], names: str) -> None:
     """Raises ConfigError for a flag with another value than the formula has."""
     for flag, value in built.items():
         if stated.get(flag, value) != value:

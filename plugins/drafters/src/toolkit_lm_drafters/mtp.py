@@ -33,6 +33,8 @@ class MtpDrafter(ModelDrafter):
 
     offset = 1
     mtp: MtpModel
+    embedding: nn.Module | None
+    """The target's embedding; None: the target computes it."""
 
     def __init__(
         self, model: nn.Module, config: VllmConfig, device: torch.device, **own: Any
