@@ -72,6 +72,8 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     """Number of sequences that got tokens."""
     drafts: list[tuple[int, int]] = []
     """For each sequence with drafts: the number of drafts, and how many of them were accepted."""
+    drafters: list[tuple[str, int, int]] = []
+    """The same by drafter: its name first. A sequence may have drafts of several, or of none."""
     num_compilations: int = 0
     """Graphs that torch compiled in the step, in any thread of the process. All should be compiled
     before the first request."""

@@ -161,8 +161,7 @@ class MultiModalFeatureSpec(Struct, kw_only=True, frozen=True):
     modality: str
     """The kind of item, such as "image", "video" or "audio"."""
     mm_identifier: str
-    """Identifier of the item's content. Equal identifiers have equal data, whichever request sent
-    them."""
+    """Identifier of the item's content. Equal identifiers have equal data."""
     mm_position: PlaceholderRange
     data: dict[str, Array] | None = None
     """The arrays that the model's encoder reads. Alternatively `embeds` [n, hidden size] alone, the
@@ -184,8 +183,7 @@ class BegunSequence(Struct, frozen=True):
 
 
 class EngineRequest(Struct, kw_only=True):
-    """A request as the engine gets it: tokens only. Preprocessing is complete, and no text
-    follows."""
+    """A request as the engine gets it: tokens only. Preprocessing is complete."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -206,8 +204,7 @@ class EngineRequest(Struct, kw_only=True):
     reads_prefix_cache: bool = True
     """The request may begin after a cached prefix."""
     swappable: bool = True
-    """The request can be swapped out: it has no state on the worker other than its tokens and
-    blocks."""
+    """The request can be swapped out: its state on the worker is its tokens and blocks."""
     priority: int = 0
     """Smaller values are served first under the policy 'priority'."""
     arrival_time: float = 0.0
@@ -271,6 +268,8 @@ class EngineOutput(Struct, kw_only=True):
     """Drafts of the sequence that the step verified."""
     num_accepted_tokens: int = 0
     """Drafts of these that were sampled."""
+    drafters: list[tuple[str, int, int]] = []
+    """The same by drafter, its name first. Tokens that a grammar forces have none."""
     cumulative_logprob: float | None = None
     """Sum of log probabilities of a beam search's sequence, which is returned as a whole."""
     score: float | None = None
@@ -299,8 +298,7 @@ class EngineOutputs(Struct, kw_only=True):
 
 
 class NewSequence(Struct, kw_only=True):
-    """A sequence that the runner does not hold: newly admitted, forked, or resumed after a
-    preemption."""
+    """A sequence that the runner does not hold: new, forked, or resumed after a preemption."""
 
     seq_id: int
     token_ids: list[int]
@@ -478,6 +476,8 @@ class StepResult(Struct, kw_only=True, omit_defaults=True):
     """Guesses of the tokens after the sampled ones, by seq_id. The next step verifies them."""
     forced: list[int] = field(default_factory=list)
     """Sequences whose drafts must follow, because a logits processor allows no other tokens."""
+    drafters: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
+    """`EngineOutput.drafters` by seq_id."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Log probabilities of the prompt tokens after the computed ones, by seq_id, if the request
     asked for them."""

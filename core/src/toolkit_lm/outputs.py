@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -59,6 +59,8 @@ class RequestMetrics:
     """Drafts that were verified, over all sequences."""
     num_accepted_tokens: int = 0
     """Drafts of these that were sampled."""
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Both by drafter. Drafts that a grammar forces have none."""
 
 
 @dataclass(slots=True)

@@ -59,11 +59,19 @@ def test_the_figures_of_a_run():
 def test_the_acceptance_of_drafts():
     """A step gives its accepted drafts and one token more."""
     samples = [
-        Sample(num_output_tokens=7, num_draft_tokens=6, num_accepted_tokens=3),
-        Sample(num_output_tokens=3, num_draft_tokens=2, num_accepted_tokens=1),
+        Sample(
+            num_output_tokens=7,
+            num_draft_tokens=6,
+            num_accepted_tokens=3,
+            drafters={"mtp": (4, 3), "ngram": (2, 0)},
+        ),
+        Sample(
+            num_output_tokens=3, num_draft_tokens=2, num_accepted_tokens=1, drafters={"mtp": (2, 1)}
+        ),
     ]
     row = make_figures(samples, 1.0, [50], {}).as_json()
     assert (row["draft_acceptance"], row["acceptance_length"]) == (0.5, 10 / 6)
+    assert row["drafters"] == {"mtp": 4 / 6, "ngram": 0}
     row = make_figures([Sample(num_output_tokens=7)], 1.0, [50], {}).as_json()
     assert (row["draft_acceptance"], row["acceptance_length"]) == (None, None)
 

@@ -114,4 +114,7 @@ async def test_usage_tells_of_drafts(app, path):
     usage = usual.json()["usage"]
     assert 0 < usage["accepted_draft_tokens"] <= usage["draft_tokens"]
     assert "draft_tokens" not in without.json()["usage"]
+    assert usage["drafters"] == {
+        "ngram": {key: usage[key] for key in ("draft_tokens", "accepted_draft_tokens")}
+    }
     assert usual.json()["choices"] == without.json()["choices"]

@@ -37,6 +37,10 @@ def test_a_request_may_do_without_drafts(llm):
     """Or with fewer; its tokens are the same."""
     usual = ask(llm)
     assert usual.metrics.num_accepted_tokens > 5
+    counts = usual.metrics.drafters
+    assert set(counts) <= {"ngram", "suffix"}
+    assert sum(drafted for drafted, _ in counts.values()) == usual.metrics.num_draft_tokens
+    assert sum(accepted for _, accepted in counts.values()) == usual.metrics.num_accepted_tokens
     for extra, most in (({"speculative": False}, 0), ({"max_draft_tokens": 0}, 0)):
         output = ask(llm, **extra)
         assert output.metrics.num_draft_tokens == most

@@ -40,7 +40,8 @@ def samples(names: str) -> dict[str, set[str]]:
     metrics.refused(429)
     for kind, reason in (("finished", "stop"), ("aborted", "timeout")):
         metrics.toolkit_event(RequestEvent(kind=kind, finish_reason=reason, **ENDED))
-    step = StepEvent(time=2.0, duration=1.0, num_tokens=3, num_compilations=0, drafts=[(2, 1)])
+    drafts = {"drafts": [(2, 1)], "drafters": [("ngram", 2, 1)]}
+    step = StepEvent(time=2.0, duration=1.0, num_tokens=3, num_compilations=0, **drafts)
     metrics.toolkit_event(step)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -68,7 +68,12 @@ async def test_a_requests_life(client, metrics):
     )
     metrics.toolkit_event(
         StepEvent(
-            time=15.0, duration=0, num_tokens=0, num_compilations=2, drafts=[(3, 1), (2, 2), (1, 0)]
+            time=15.0,
+            duration=0,
+            num_tokens=0,
+            num_compilations=2,
+            drafts=[(3, 1), (2, 2), (1, 0)],
+            drafters=[("mtp", 2, 1), ("ngram", 1, 0), ("mtp", 2, 2)],
         )
     )
     expected = {
@@ -79,6 +84,9 @@ async def test_a_requests_life(client, metrics):
         'spec_decode_num_draft_tokens_per_pos_total{position="1"}': 2,
         'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 2,
         'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 1,
+        'drafter_draft_tokens_total{drafter="mtp",model_name="fake"}': 4,
+        'drafter_accepted_tokens_total{drafter="mtp",model_name="fake"}': 3,
+        'drafter_accepted_tokens_total{drafter="ngram",model_name="fake"}': 0,
         "preemptions_total": 1,
         "prompt_tokens_total": 7,
         "prefix_cache_queries_total": 7,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from toolkit_lm.model import HFConfig
+from toolkit_lm_decoder.llama import LlamaModel
 
 from toolkit_lm_deepseek.attention import DeepseekModel
 from toolkit_lm_deepseek.experts import DeepseekForCausalLM, SigmoidMoE
@@ -16,7 +17,7 @@ class DeepseekV3Model(DeepseekModel):
 
 
 class DeepseekV3ForCausalLM(DeepseekForCausalLM):
-    decoder = DeepseekV3Model
+    decoder: ClassVar[type[LlamaModel]] = DeepseekV3Model
     moe = SigmoidMoE
     num_dense: ClassVar[int] = 3
     """Default of `first_k_dense_replace`."""

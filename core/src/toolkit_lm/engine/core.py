@@ -290,6 +290,7 @@ class EngineCore:
                     for output in outputs
                     if output.num_draft_tokens
                 ],
+                drafters=[found for output in outputs for found in output.drafters],
                 num_compilations=result.num_compilations,
             )
             self._events.append(event)

@@ -68,22 +68,30 @@ class DraftChain:
         self._pending.pop(seq_id, None)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Adds a step's verified drafts to the records."""
+        """Adds a step's verified drafts to the records, and to the result by drafter."""
+        if not self._pending:
+            return
         for row, drawn in zip(plan.scheduled, result.token_ids, strict=True):
             if not drawn or (pieces := self._pending.pop(row.seq_id, None)) is None:
                 continue
             drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+            rejected = False
             for piece in pieces:
                 # Drafts may have been cut, or replaced by tokens that a grammar forces.
                 count = min(len(piece.tokens), len(drafts))
                 if not count or drafts[:count] != piece.tokens[:count]:
                     break
-                right = _num_equal(drafts[:count], drawn)
-                verified = min(right + 1, count)
-                self._records[piece.drafter].add(right, sum(piece.stated[:verified]))
-                if right < count:
-                    break
+                right = 0 if rejected else _num_equal(drafts[:count], drawn)
+                result.drafters.setdefault(row.seq_id, []).append((piece.drafter, count, right))
+                if not rejected:
+                    verified = min(right + 1, count)
+                    self._records[piece.drafter].add(right, sum(piece.stated[:verified]))
+                rejected = right < count
                 drafts, drawn = drafts[count:], drawn[count:]
+
+    def keep(self, name: str, drafts: Mapping[int, list[int]]) -> None:
+        """Keeps all drafts of an only drafter."""
+        self._pending |= {seq_id: [_Piece(name, some, ())] for seq_id, some in drafts.items()}
 
     def choose(self, inputs: StepInputs, proposals: Proposals, ask: Ask) -> dict[int, list[int]]:
         """Returns each sequence's drafts."""

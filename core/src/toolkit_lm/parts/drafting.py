@@ -145,6 +145,7 @@ class DraftingPart(StepPart):
         to."""
         if not self._drafters:
             return
+        self._chain.observe(inputs.plan, result)
         asks = inputs.plan.asks_drafters
         if not (asks or self._follows):
             return
@@ -184,8 +185,9 @@ class DraftingPart(StepPart):
             if (drafts := self._guarded(name, ask)) is not None:
                 proposals[name] = drafts
         if len(self._names) == 1:
-            return next(iter(proposals.values()), {})
-        self._chain.observe(inputs.plan, result)
+            drafts = proposals.get(self._names[0], {})
+            self._chain.keep(self._names[0], drafts)
+            return drafts
         return self._chain.choose(inputs, proposals, self._guarded)
 
     def _check(

@@ -111,6 +111,9 @@ class RequestState:
         be informed."""
         self.metrics.num_draft_tokens += output.num_draft_tokens
         self.metrics.num_accepted_tokens += output.num_accepted_tokens
+        for name, drafted, accepted in output.drafters:
+            before = self.metrics.drafters.get(name, (0, 0))
+            self.metrics.drafters[name] = before[0] + drafted, before[1] + accepted
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
             return any(self.apply(output) for output in _token_by_token(output))
         if self._params.max_tokens == 0:
@@ -303,6 +306,7 @@ def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:
             logprobs=output.logprobs and output.logprobs[i : i + 1],
             num_draft_tokens=0,
             num_accepted_tokens=0,
+            drafters=[],
         )
         yield (
             shown if i == last else structs.replace(shown, finish_reason=None, stop_token_id=None)

@@ -236,6 +236,7 @@ class Scheduler:
                 if row.num_drafts:
                     taken.num_draft_tokens = row.num_drafts
                     taken.num_accepted_tokens = len(tokens) - 1
+                    taken.drafters = result.drafters.get(row.seq_id, [])
                 outputs.append(taken)
             elif prompt_logprobs:
                 outputs.append(seq.output(None, [], [], prompt_logprobs))

@@ -49,11 +49,17 @@ class _Choice(Struct):
         return self.text or "" if self.delta is None else self.delta.content or ""
 
 
+class _Drafted(Struct):
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
 class _Usage(Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    drafters: dict[str, _Drafted] = {}
 
 
 class _Event(Struct):
@@ -123,6 +129,10 @@ class Stream:
             num_output_tokens=usage.completion_tokens if usage else len(self.times),
             num_draft_tokens=usage.draft_tokens if usage else 0,
             num_accepted_tokens=usage.accepted_draft_tokens if usage else 0,
+            drafters={
+                name: (found.draft_tokens, found.accepted_draft_tokens)
+                for name, found in (usage.drafters if usage else {}).items()
+            },
             is_counted=usage is None,
             text="".join(self.content),
         )

@@ -32,6 +32,8 @@ class Sample:
     num_draft_tokens: int = 0
     """Verified drafts of speculative decoding."""
     num_accepted_tokens: int = 0
+    drafters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafts and accepted ones by drafter."""
     is_counted: bool = False
     """True if the server reported no usage: events with text are then counted as tokens."""
     text: str = ""
@@ -91,6 +93,8 @@ class Figures:
     """Speculative decoding: accepted drafts per draft. None: no drafts."""
     acceptance_length: float | None = None
     """Output tokens per step and sequence. None: no drafts."""
+    drafters: dict[str, float] = field(default_factory=dict)
+    """Accepted drafts per draft, by drafter."""
     distributions: dict[str, Distribution] = field(default_factory=dict)
     """Distributions by metric. A metric that no request has is missing."""
 
@@ -141,6 +145,7 @@ def make_figures(
             sum(sample.num_draft_tokens for sample in good),
             sum(sample.num_accepted_tokens for sample in good),
         ),
+        drafters=by_drafter([sample.drafters for sample in good]),
         distributions={
             name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds
         },
@@ -156,6 +161,16 @@ def acceptance(num_outputs: int, num_drafts: int, num_accepted: int) -> dict[str
         "draft_acceptance": num_accepted / num_drafts,
         "acceptance_length": num_outputs / max(1, num_outputs - num_accepted),
     }
+
+
+def by_drafter(requests: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
+    """Accepted drafts per draft, by drafter. `requests`: drafts and accepted ones of each."""
+    counts: dict[str, tuple[int, int]] = {}
+    for found in requests:
+        for name, (drafted, accepted) in found.items():
+            before = counts.get(name, (0, 0))
+            counts[name] = before[0] + drafted, before[1] + accepted
+    return {name: accepted / drafted for name, (drafted, accepted) in counts.items() if drafted}
 
 
 def percentile(ordered: Sequence[float], number: float) -> float:

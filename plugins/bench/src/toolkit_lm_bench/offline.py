@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from toolkit_lm.errors import ConfigError, ToolkitError
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_bench.datasets import SEED_STRIDE, Conversation, Prompt, make_works
-from toolkit_lm_bench.figures import acceptance, percentile
+from toolkit_lm_bench.figures import acceptance, by_drafter, percentile
 from toolkit_lm_bench.options import DatasetOptions, SamplingOptions
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Throughput:
     """Speculative decoding: accepted drafts per draft. None: no drafts."""
     acceptance_length: float | None = None
     """Output tokens per step and sequence. None: no drafts."""
+    drafters: dict[str, float] = field(default_factory=dict)
+    """Accepted drafts per draft, by drafter."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def measure_throughput(
             if run >= warmup:
                 runs.append(found)
     times = [seconds for seconds, *_ in runs]
-    seconds, num_inputs, num_outputs, num_drafts, num_accepted = runs[
+    seconds, num_inputs, num_outputs, num_drafts, num_accepted, drafters = runs[
         times.index(median_low(times))
     ]
     return Throughput(
@@ -104,6 +106,7 @@ def measure_throughput(
         total_tokens_per_second=(num_inputs + num_outputs) / seconds,
         elapsed_times=times,
         **acceptance(num_outputs, num_drafts, num_accepted),
+        drafters=drafters,
     )
 
 
@@ -145,6 +148,7 @@ class _Run(NamedTuple):
     num_output_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    drafters: dict[str, float]
 
 
 def _prompts(dataset: DatasetOptions, config: VllmConfig, run: int) -> list[Prompt]:
@@ -177,6 +181,7 @@ def _generate(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingPara
         num_outputs,
         sum(timing.num_draft_tokens for timing in metrics),
         sum(timing.num_accepted_tokens for timing in metrics),
+        by_drafter([timing.drafters for timing in metrics]),
     )
 
 

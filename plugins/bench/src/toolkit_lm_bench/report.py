@@ -137,6 +137,8 @@ def _add_acceptance(table: Table, figures: Figures | Throughput) -> None:
     if figures.draft_acceptance is not None:
         table.add_row("accepted drafts per draft", f"{figures.draft_acceptance:.2f}")
         table.add_row("output tokens per step", f"{figures.acceptance_length:.2f}")
+    for name, accepted in figures.drafters.items():
+        table.add_row(f"accepted drafts per draft of {name}", f"{accepted:.2f}")
 
 
 def print_sweep(points: Sequence[Served]) -> None:

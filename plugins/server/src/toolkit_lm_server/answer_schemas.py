@@ -32,6 +32,13 @@ class Usage(BaseModel):
     draft_tokens: int | None = None
     """Verified drafts. Present with speculative decoding, if there were any."""
     accepted_draft_tokens: int | None = None
+    drafters: dict[str, DrafterUsage] | None = None
+    """Both by drafter."""
+
+
+class DrafterUsage(BaseModel):
+    draft_tokens: int
+    accepted_draft_tokens: int
 
 
 class PoolingUsage(BaseModel):

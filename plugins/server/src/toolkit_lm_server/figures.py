@@ -114,6 +114,16 @@ class Figures:
         self.generation_tokens = metric(
             Counter, "generation_tokens", "Output tokens, as they come."
         )
+        self._add_drafts()
+        self.compilations = metric(
+            Counter,
+            "compilations_after_ready",
+            "Graphs that torch compiled while requests waited. It should stay 0.",
+        )
+
+    def _add_drafts(self) -> None:
+        """Adds counters of speculative decoding."""
+        metric = self._labelled
         self.drafts = metric(
             Counter,
             "spec_decode_num_drafts",
@@ -137,10 +147,17 @@ class Figures:
             [ENGINE, "position"],
             registry=self.registry,
         )
-        self.compilations = metric(
-            Counter,
-            "compilations_after_ready",
-            "Graphs that torch compiled while requests waited. It should stay 0.",
+        self.drafter_tokens = Counter(
+            "toolkit_lm_drafter_draft_tokens",
+            "Verified drafts by drafter. Those that a grammar forces have none.",
+            [ENGINE, "drafter"],
+            registry=self.registry,
+        )
+        self.drafter_accepted = Counter(
+            "toolkit_lm_drafter_accepted_tokens",
+            "Accepted drafts by drafter.",
+            [ENGINE, "drafter"],
+            registry=self.registry,
         )
 
     def _add_ends(self) -> None:

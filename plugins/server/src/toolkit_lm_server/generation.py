@@ -148,7 +148,18 @@ class Generation:
         metrics = [output.metrics for output in self._latest.values() if output.metrics]
         drafted = sum(timing.num_draft_tokens for timing in metrics)
         accepted = sum(timing.num_accepted_tokens for timing in metrics)
-        drafts = {"draft_tokens": drafted, "accepted_draft_tokens": accepted} if drafted else {}
+        drafts: dict[str, Any] = {}
+        if drafted:
+            drafts = {"draft_tokens": drafted, "accepted_draft_tokens": accepted}
+            drafts["drafters"] = {
+                name: {
+                    "draft_tokens": sum(timing.drafters.get(name, (0, 0))[0] for timing in metrics),
+                    "accepted_draft_tokens": sum(
+                        timing.drafters.get(name, (0, 0))[1] for timing in metrics
+                    ),
+                }
+                for name in dict.fromkeys(name for timing in metrics for name in timing.drafters)
+            }
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

@@ -197,6 +197,9 @@ class Metrics:
             for place in range(drafted):
                 self._figures.draft_tokens_per_pos.labels(engine, place).inc()
                 self._figures.accepted_tokens_per_pos.labels(engine, place).inc(place < accepted)
+        for name, drafted, accepted in event.drafters:
+            self._figures.drafter_tokens.labels(engine, name).inc(drafted)
+            self._figures.drafter_accepted.labels(engine, name).inc(accepted)
 
     def _request(self, event: RequestEvent) -> None:
         since_arrival = event.time - event.arrival_time

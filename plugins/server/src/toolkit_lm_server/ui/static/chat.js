@@ -379,6 +379,10 @@ async function answer() {
     const after = first === null ? 0 : (performance.now() - first) / 1000;
     const writing = after > 0.1 ? after : seconds;
     facts.push(`${count(usage.completion_tokens)} tokens`);
+    for (const [name, found] of Object.entries(usage.drafters || {}))
+      facts.push(
+        `${count(found.accepted_draft_tokens)} of ${count(found.draft_tokens)} drafts of ${name}`,
+      );
     if (usage.completion_tokens > 1)
       facts.push(`${count((usage.completion_tokens - 1) / Math.max(writing, 0.001))} tokens/s`);
   }
