@@ -8,7 +8,7 @@ from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import HFConfig
 from toolkit_lm_deepseek.deepseek_v2 import DeepseekV2ForCausalLM
 from toolkit_lm_deepseek.deepseek_v3 import DeepseekV3ForCausalLM
-from toolkit_lm_deepseek.routing import Router, Routing
+from toolkit_lm_moe.routing import Router, Routing
 
 ROUTERS = {
     "greedy": (make_v2, {"n_routed_experts": 8}, {"normalize": False, "grouped": False}),

@@ -56,6 +56,25 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
+RECURRENT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_norm_epsilon": 0.1,
+}
+NEMOTRON_H = {
+    **{key: RECURRENT[key] for key in ("vocab_size", "hidden_size", "layer_norm_epsilon")},
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "chunk_size": 16,
+}
 VARIANTS = {
     "BambaForCausalLM": {
         "four groups, steps limited": {
@@ -96,9 +115,29 @@ VARIANTS = {
             "mamba_proj_bias": True,
         },
     },
+    "FalconMambaForCausalLM": {"tied": {**RECURRENT, "mixer_rms_eps": 0.1}},
     "GraniteMoeHybridForCausalLM": {
         "experts": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 4},
         "dense, rotary": {**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    },
+    "JambaForCausalLM": {
+        "experts, attention": {
+            **{key: value for key, value in MAMBA2.items() if not key.startswith("mamba")},
+            "mamba_d_state": 8,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+        },
+        "dense, tied": {
+            **{key: value for key, value in MAMBA2.items() if not key.startswith("mamba")},
+            "mamba_dt_rank": 3,
+            "mamba_proj_bias": True,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "num_experts": 1,
+            "tie_word_embeddings": True,
+        },
     },
     "Lfm2ForCausalLM": {
         "adjusted": {
@@ -115,6 +154,31 @@ VARIANTS = {
             "conv_bias": True,
             "tie_word_embeddings": False,
         },
+    },
+    "Mamba2ForCausalLM": {
+        "four groups": {**RECURRENT, "num_heads": 8, "head_dim": 8, "n_groups": 4, "state_size": 8}
+    },
+    "MambaForCausalLM": {
+        "tied": RECURRENT,
+        "biases": {
+            **RECURRENT,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "state_size": 5,
+            "tie_word_embeddings": False,
+        },
+    },
+    "NemotronHForCausalLM": {
+        "all kinds": {
+            **NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_latent_size": 24,
+        },
+        "dense": {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     },
     "Qwen3NextForCausalLM": {
         "experts": {**QWEN3_NEXT, **EXPERTS},

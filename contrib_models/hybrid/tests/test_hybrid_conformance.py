@@ -55,3 +55,28 @@ class TestGraniteMoeHybrid(HybridConformance):
 class TestLfm2(HybridConformance):
     architecture = "Lfm2ForCausalLM"
     variants = VARIANTS[architecture]
+
+
+class TestFalconMamba(HybridConformance):
+    architecture = "FalconMambaForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestJamba(HybridConformance):
+    architecture = "JambaForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestMamba(HybridConformance):
+    architecture = "MambaForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestMamba2(HybridConformance):
+    architecture = "Mamba2ForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestNemotronH(HybridConformance):
+    architecture = "NemotronHForCausalLM"
+    variants = VARIANTS[architecture]

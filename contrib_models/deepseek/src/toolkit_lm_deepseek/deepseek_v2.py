@@ -5,9 +5,9 @@ from __future__ import annotations
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import HFConfig
+from toolkit_lm_moe.routing import Router, Routing, num_experts_of
 
 from toolkit_lm_deepseek.experts import DeepseekForCausalLM, DeepseekMoE, expect
-from toolkit_lm_deepseek.routing import Router, Routing, num_experts_of
 
 _METHODS = {"greedy": False, "group_limited_greedy": True}
 """`topk_method`, and whether it goes by groups."""

@@ -17,10 +17,10 @@ from toolkit_lm.model import (
 )
 from toolkit_lm_decoder.llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from toolkit_lm_moe.experts import RoutedExperts, split_experts
+from toolkit_lm_moe.routing import Router, Routing, num_experts_of
 from torch import Tensor, nn
 
 from toolkit_lm_deepseek.attention import DeepseekAttention, DeepseekModel
-from toolkit_lm_deepseek.routing import Router, Routing, num_experts_of
 
 
 def expect(config: HFConfig, key: str, known: str | int | bool) -> None:

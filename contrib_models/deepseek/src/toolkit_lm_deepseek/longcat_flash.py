@@ -9,11 +9,11 @@ import msgspec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, LayerParts, RMSNorm, Rotation, join
 from toolkit_lm_decoder.llama import LlamaDecoderLayer, LlamaMLP, LlamaParts, norm_of
+from toolkit_lm_moe.routing import Router, Routing, count_of, num_experts_of
 from torch import Tensor, nn
 
 from toolkit_lm_deepseek.attention import DeepseekAttention
 from toolkit_lm_deepseek.experts import DeepseekForCausalLM, DeepseekMoE, expect
-from toolkit_lm_deepseek.routing import Router, Routing, count_of, num_experts_of
 
 _NAMES = {
     "num_hidden_layers": "num_layers",

@@ -136,7 +136,7 @@ class HybridParts(LlamaParts):
     """The classes that a hybrid model is made of."""
 
     mixers: ClassVar[Mixers]
-    layer = HybridLayer
+    layer: ClassVar[Callable[..., nn.Module]] = HybridLayer
     decoder: ClassVar[type[LlamaModel]] = HybridModel
     partial_rotary_factor: ClassVar[float] = 1.0
     """Default share of rotated dimensions."""

@@ -1,4 +1,4 @@
-"""Mamba-2 mixers (Dao and Gu 2024)."""
+"""Mamba-2 (Dao and Gu 2024): its mixers, and the decoder of them alone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
+from toolkit_lm_hybrid.mixer_layer import RecurrentForCausalLM
 from toolkit_lm_hybrid.norm import GatedRMSNorm
 from toolkit_lm_hybrid.recurrence import attend, heads_of
 
@@ -172,6 +173,25 @@ class Mamba2Mixer(RecurrentMixer):
                 out=heads,
             )
             heads[rows.tokens] += x * self.D[:, None]
+
+
+class PlainMamba2Mixer(Mamba2Mixer):
+    def shape(self, config: HFConfig) -> Mamba2Shape:
+        hidden_size = config.require("hidden_size", int)
+        return Mamba2Shape(
+            inner_size=int(config.get("expand", float, 2.0) * hidden_size),
+            heads=config.get("num_heads", int, 128),
+            groups=config.get("n_groups", int, 8),
+            state_size=config.get("state_size", int, 128),
+            kernel_size=config.get("conv_kernel", int, 4),
+            conv_bias=config.get("use_conv_bias", bool, True),
+            bias=config.get("use_bias", bool, False),
+            eps=config.get("layer_norm_epsilon", float, 1e-5),
+        )
+
+
+class Mamba2ForCausalLM(RecurrentForCausalLM):
+    mixers = {"linear_attention": {"mixer": PlainMamba2Mixer}}
 
 
 class _InProj(LinearBase):

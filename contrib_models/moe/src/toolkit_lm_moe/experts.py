@@ -87,13 +87,14 @@ GatedUnit = Callable[[Tensor], Tensor]
 
 class _GatedLinear(LinearBase):
     """Gate and up of one expert: [rows, H] -> activation(gate) * up [rows, inner], or `unit` of
-    both."""
+    both. Without a gate: activation(up)."""
 
     def __init__(
         self, spec: LinearSpec, activation: str, *, bias: bool, unit: GatedUnit | None
     ) -> None:
         super().__init__(spec, bias=bias)
-        self.epilogue = NO_EPILOGUE if unit is not None else Epilogue(activation, gated=True)
+        gated = len(spec.outputs) > 1
+        self.epilogue = NO_EPILOGUE if unit is not None else Epilogue(activation, gated=gated)
         self.unit = unit
 
     def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
@@ -116,7 +117,7 @@ class _DownLinear(LinearBase):
 
 
 class _Expert(nn.Module):
-    """Gated feed-forward: [rows, H] -> [rows, H], of the `tokens` [rows] (int64) of the flat batch.
+    """Feed-forward: [rows, H] -> [rows, H], of the `tokens` [rows] (int64) of the flat batch.
     Where an expert is cut, the ranks' results are to be summed."""
 
     def __init__(self, gate_up_proj: LinearBase, down_proj: LinearBase) -> None:
@@ -130,14 +131,15 @@ class _Expert(nn.Module):
 
 
 class RoutedExperts(Bypassable):
-    """Gated feed-forward experts, of which each token goes to a few.
+    """Feed-forward experts, of which each token goes to a few.
 
     Each rank holds a share of every expert's inner dimensions or, with `enable_expert_parallel`,
     some experts whole (`divide_experts`). Either way the ranks' results are summed.
 
     Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner],
     "1.gate_up_proj.weight", ...; with `bias` also "0.gate_up_proj.bias", ... A model whose
-    checkpoints may hold all experts in one tensor passes them through `split_experts`.
+    checkpoints may hold all experts in one tensor passes them through `split_experts`. Experts that
+    are not `gated` have up alone under the name of both: [inner, H].
 
     Raises ConfigError when the inner dimensions cannot be split evenly over the ranks, or when
     experts are fewer than ranks that hold them whole.
@@ -159,6 +161,7 @@ class RoutedExperts(Bypassable):
         inner_size: int,
         *,
         activation: str = "silu",
+        gated: bool = True,
         unit: GatedUnit | None = None,
         bias: bool = False,
         vllm_config: VllmConfig,
@@ -168,6 +171,7 @@ class RoutedExperts(Bypassable):
         super().__init__()
         self.prefix = prefix
         self.unit = unit
+        self.gated = gated
         self.has_bias = bias
         self.num_experts = num_experts
         self.parallel = vllm_config.parallel
@@ -191,9 +195,11 @@ class RoutedExperts(Bypassable):
                 dtype=dtype,
             )
 
+        outputs = (inner, inner) if gated else (inner,)
+
         def expert(i: int) -> _Expert:
             gate_up = _GatedLinear(
-                spec(f"{i}.gate_up_proj", hidden, (inner, inner)), activation, bias=bias, unit=unit
+                spec(f"{i}.gate_up_proj", hidden, outputs), activation, bias=bias, unit=unit
             )
             return _Expert(
                 gate_up, _DownLinear(spec(f"{i}.down_proj", inner, (hidden,)), bias=bias)
@@ -263,9 +269,13 @@ class RoutedExperts(Bypassable):
         held = chosen.clamp(max=len(self.held) - 1)
         x = F.grouped_mm(rows, gate_up.mT, offs=ends)
         x = x if of_gate_up is None else x.add_(of_gate_up[held])
-        x = gate(x, self.activation) if self.unit is None else self.unit(x)
+        x = self.activated(x) if self.unit is None else self.unit(x)
         x = F.grouped_mm(x, down.mT, offs=ends)
         return x if of_down is None else x.add_(of_down[held])
+
+    def activated(self, x: Tensor) -> Tensor:
+        """activation(gate) * up of both side by side [rows, 2 * inner], or activation(up)."""
+        return gate(x, self.activation) if self.gated else get_activation(self.activation)(x)
 
     def refuses_bypass(self) -> str | None:
         methods = (
