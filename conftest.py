@@ -66,7 +66,6 @@ LONGEST = {
     "tests/test_doors.py",
     "tests/test_faults.py",
     "tests/test_installed.py",
-    "tests/test_lora_like.py",
     "tests/test_plugins.py",
     "tests/test_process.py",
     "tests/test_soak.py",

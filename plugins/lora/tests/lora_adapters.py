@@ -80,6 +80,11 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
             "trainable_token_indices": [*PROMPT[:5], 100, 101],
         },
         "bias": {"target_modules": ["q_proj", "down_proj"], "lora_bias": True},
+        "invoked": {
+            "target_modules": "all-linear",
+            "alora_invocation_tokens": PROMPT[20:23],
+            "task_type": "CAUSAL_LM",
+        },
     },
     "tied": {
         "embedding": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},

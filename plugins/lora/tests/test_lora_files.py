@@ -42,7 +42,10 @@ def configure(folder, **fields):
         ({"bias": "some"}, "bias is 'some', not 'none', 'all' or 'lora_only'"),
         ({"target_modules": "(q_proj"}, r"'\(q_proj' is no pattern"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is set, which is not supported"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
+        (
+            {"alora_invocation_tokens": [1], "use_dora": True},
+            "alora_invocation_tokens are supported for A and B of linear layers alone",
+        ),
         *(
             (
                 {"init_lora_weights": how},

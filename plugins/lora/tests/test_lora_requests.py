@@ -16,7 +16,7 @@ NAMES = ("all", "rslora", "layers")
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    forms = {name: FORMS["llama"][name] for name in (*NAMES, "dora")}
+    forms = {name: FORMS["llama"][name] for name in (*NAMES, "dora", "invoked")}
     return Adapters(tmp_path_factory.mktemp("requests"), "llama", forms)
 
 
@@ -52,6 +52,20 @@ def test_no_adapter_reads_the_prefix_of_another(adapters, llm):
     )
     adapters.assert_is(found, "all")
     assert found.num_cached_tokens == 32
+
+
+def test_an_invoked_adapter_reads_the_prefix_of_the_base(adapters, llm):
+    """aLoRA: blocks before the invocation are the base's, and later ones its own."""
+    llm.reset_prefix_cache()
+    for name, cached in ((None, 0), ("invoked", 16), ("invoked", 32), (None, 32)):
+        [found] = adapters.ask(llm, name)
+        adapters.assert_is(found, name)
+        assert found.num_cached_tokens == cached
+    prompt = {"prompt_token_ids": PROMPT[:20]}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
+    request = [adapters.request("invoked"), None]
+    one, other = llm.generate([prompt] * 2, params, lora_request=request, use_tqdm=False)
+    assert given(one) == given(other), "a prompt that does not invoke it is the base's"
 
 
 def test_new_contents_under_an_old_name(adapters, llm, tmp_path):

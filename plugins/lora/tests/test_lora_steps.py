@@ -13,7 +13,7 @@ from toolkit_lm_devkit import PartConformance
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "plugins" / "threads"))
 THREADS = importlib.import_module("toolkit_lm_threads")
 LORA = importlib.import_module("toolkit_lm_lora")
-NAMES = (None, "all", "dora", "rslora", "embedding", "saved", "norms", "tokens", "bias")
+NAMES = (None, "all", "dora", "rslora", "embedding", "saved", "norms", "tokens", "bias", "invoked")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,14 @@ def test_ranks_and_stages_have_their_shares(adapters, parallel):
     plugins = {"plugins": [THREADS], "executor": "threads"}
     with adapters.llm({"max_adapters": 16}, **plugins, **parallel) as llm:
         for name, found in zip(NAMES, adapters.ask(llm, *NAMES), strict=True):
+            adapters.assert_is(found, name)
+
+
+def test_ranks_that_are_processes(adapters):
+    names = (None, "all", "dora", "invoked")
+    modules = [f"{name}={adapters.paths[name]}" for name in names if name]
+    with adapters.llm({"modules": modules}, executor="mp", tensor_parallel_size=2) as llm:
+        for name, found in zip(names, adapters.ask(llm, *names), strict=True):
             adapters.assert_is(found, name)
 
 

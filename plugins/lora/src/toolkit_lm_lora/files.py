@@ -8,7 +8,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _REFUSED = (
     "kasa_config",
     "velora_config",
     "monteclora_config",
-    "alora_invocation_tokens",
 )
 """Fields that change what an adapter computes, and that are not supported if they are set."""
 
@@ -59,6 +58,7 @@ class AdapterConfig(Struct, kw_only=True):
     fan_in_fan_out: bool = False
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     init_lora_weights: bool | str | None = True
+    alora_invocation_tokens: list[int] | None = None
     base_model_name_or_path: str | None = None
 
     def patterns(self) -> list[str]:
@@ -80,6 +80,16 @@ class AdapterConfig(Struct, kw_only=True):
         rank = self.rank(module)
         alpha = float(_by_pattern(self.alpha_pattern or {}, module, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def first_token(self, token_ids: Sequence[int]) -> int | None:
+        """Index of the first token of a prompt that the adapter changes: of an aLoRA, where its
+        invocation tokens are for the last time. None: they are not there."""
+        wanted = self.alora_invocation_tokens
+        if not wanted:
+            return 0
+        size = len(wanted)
+        starts = range(len(token_ids) - size, -1, -1)
+        return next((at for at in starts if token_ids[at : at + size] == wanted), None)
 
     def targets(self, module: str) -> bool:
         """Whether the adapter has A and B for a module of that name. False where the config alone
@@ -179,6 +189,19 @@ class AdapterFolder:
             raise CheckpointError(
                 f"{path}: bias is {config.bias!r}, not 'none', 'all' or 'lora_only'."
             )
+        is_more = bool(
+            config.use_dora
+            or config.modules_to_save
+            or config.bias != "none"
+            or config.trainable_token_indices
+            or config.target_parameters
+        )
+        if config.alora_invocation_tokens and is_more:
+            raise CheckpointError(
+                f"{path}: alora_invocation_tokens are supported for A and B of linear layers "
+                "alone, without use_dora, modules_to_save, bias, trainable_token_indices and "
+                "target_parameters."
+            )
         for pattern in config.patterns():
             try:
                 re.compile(pattern)
@@ -225,6 +248,13 @@ class AdapterFolder:
             raise CheckpointError(f"{path} is cut off: it has {size} bytes.")
         if not tensors:
             raise CheckpointError(f"{path} has no tensors.")
+        if self.config.alora_invocation_tokens:
+            for name in tensors:
+                if "lora_embedding" in name:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r}: an adapter with alora_invocation_tokens changes "
+                        "no embedding."
+                    )
         return tensors
 
 

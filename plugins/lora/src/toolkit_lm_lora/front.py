@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,19 @@ class LoraRequests(RequestHalf):
             if name in wanted:
                 raise RequestError(f"adapters: {name!r} is there twice.", "adapters")
             wanted[name] = scale
-        uses = [self._use(name, scale) for name, scale in wanted.items() if scale]
+        token_ids = request.prompt_token_ids
+        found = [self._use(name, scale, token_ids) for name, scale in wanted.items() if scale]
+        uses = [use for use in found if use is not None]
         if not uses:
             return None, []
         # Two names may be one adapter.
         if len({use.digest for use in uses}) < len(uses):
             raise RequestError("adapters: two of them are the same.", "adapters")
-        key = " ".join(sorted(f"{use.digest}*{use.scale}" for use in uses))
-        return Raw(msgpack.encode(uses)), [CacheKey(0, 1, f"lora {key}")]
+        keys = []
+        for start in sorted({use.start for use in uses}):
+            names = sorted(f"{use.digest}*{use.scale}" for use in uses if use.start == start)
+            keys.append(CacheKey(start, start + 1, f"lora {' '.join(names)}"))
+        return Raw(msgpack.encode(uses)), keys
 
     @staticmethod
     def _checked(entry: Any) -> tuple[str, float]:
@@ -169,7 +174,8 @@ class LoraRequests(RequestHalf):
             raise RequestError("adapters: scale must be a number from -100 to 100.", "adapters")
         return entry["name"], float(scale)
 
-    def _use(self, name: str, scale: float) -> Use:
+    def _use(self, name: str, scale: float, token_ids: Sequence[int]) -> Use | None:
+        """None: an aLoRA that the prompt does not invoke."""
         registered = self._find(name, "adapter")
         try:
             folder = registered.folder
@@ -181,7 +187,8 @@ class LoraRequests(RequestHalf):
                 "can only be 1.",
                 "adapters",
             )
-        return Use(folder.digest, scale, name, str(folder.path))
+        start = folder.config.first_token(token_ids)
+        return None if start is None else Use(folder.digest, scale, name, str(folder.path), start)
 
 
 def _listed(modules: list[str] | str) -> list[str]:

@@ -42,7 +42,13 @@ def merge(config: VllmConfig, plugins: Plugins, adapter: Path, out: Path) -> int
     loader: CheckpointLoader = plugins.loaders.make(
         resolved.load.load_format, Path(resolved.checkpoint.source or folder)
     )
-    merging = _Merging(resolved.with_rank(0), plugins, loader, AdapterFolder(adapter))
+    read = AdapterFolder(adapter)
+    if read.config.alora_invocation_tokens:
+        raise UnsupportedError(
+            f"adapter {str(adapter)!r} changes tokens from alora_invocation_tokens on, which "
+            "merged weights cannot do."
+        )
+    merging = _Merging(resolved.with_rank(0), plugins, loader, read)
     staged = out.with_name(f".{out.name}.staged")
     shutil.rmtree(staged, ignore_errors=True)
     try:

@@ -12,6 +12,8 @@ class Use(Struct, array_like=True, frozen=True):
     scale: float
     name: str
     path: str
+    start: int = 0
+    """First token that it changes."""
 
 
 class Reading(Struct, frozen=True):

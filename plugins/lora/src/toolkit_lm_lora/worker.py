@@ -62,6 +62,8 @@ class LoraPart(StepPart):
         self._reported: Report | None = None
         self._uses: dict[int, tuple[Key, ...]] = {}
         """By sequence."""
+        self._starts: dict[int, dict[Key, int]] = {}
+        """By sequence, the first token of each adapter, where it is not the first of all."""
         self._pooled: dict[int, tuple[int, str | None]] = {}
         """By sequence that pools, tokens of its prompt and its task."""
         self._methods: dict[str, tuple[Any, LoraMethod]] = {}
@@ -220,10 +222,14 @@ class LoraPart(StepPart):
         if (share := seq.inputs.parts.get("lora")) is not None:
             uses = msgpack.decode(share, type=list[Use])
             self._uses[seq.seq_id] = tuple(sorted((use.digest, use.scale) for use in uses))
+            starts = {(use.digest, use.scale): use.start for use in uses}
+            if any(starts.values()):
+                self._starts[seq.seq_id] = starts
 
     def remove(self, seq_id: int) -> None:
         self._uses.pop(seq_id, None)
         self._pooled.pop(seq_id, None)
+        self._starts.pop(seq_id, None)
 
     def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
         kinds: dict[tuple[Key, ...], int] = {(): 0}
@@ -235,8 +241,10 @@ class LoraPart(StepPart):
             np.int64,
         )
         of_tokens = np.repeat(of_rows, inputs.num_tokens)
+        if self._starts:
+            self._begin_later(inputs, kinds, of_tokens)
         buffers["lora_kinds"][:] = of_tokens
-        if len(kinds) == 1:
+        if not of_tokens.any():
             self._step = []
             self._wrap()
             return
@@ -253,13 +261,27 @@ class LoraPart(StepPart):
                 np.array([key in kind for kind in kinds]),
                 of_tokens,
                 of_tokens[lasts],
-                of_rows[pooled],
+                of_tokens[inputs.query_start[1:][pooled] - 1],
                 self.device,
             )
             for key in keys
         ]
         self._of_tokens = torch.from_numpy(of_tokens).to(self.device)
         self._wrap()
+
+    def _begin_later(
+        self, inputs: StepInputs, kinds: dict[tuple[Key, ...], int], of_tokens: np.ndarray
+    ) -> None:
+        """Sets the kinds of tokens before an adapter's first."""
+        for index, row in enumerate(inputs.plan.scheduled):
+            if (starts := self._starts.get(row.seq_id)) is None:
+                continue
+            mine = slice(inputs.query_start[index], inputs.query_start[index + 1])
+            positions = inputs.token_index[mine]
+            of_row = of_tokens[mine]
+            for start in sorted({0, *starts.values()}):
+                keys = tuple(key for key in self._uses[row.seq_id] if starts[key] <= start)
+                of_row[positions >= start] = kinds.setdefault(keys, len(kinds))
 
     def _pooled_rows(self, inputs: StepInputs) -> list[int]:
         """Rows that are pooled, if all are for one task."""
