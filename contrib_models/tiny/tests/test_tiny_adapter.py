@@ -58,8 +58,8 @@ def test_perplexity_of_its_style_falls(llm):
     """On two stories that the grammar of its training can tell, with names drawn here."""
     told = [("Tell me a story.", speak(text)) for text in TALES]
     plain = [("Tell me a story.", text) for text in TALES]
-    with_it, without = perplexity(llm, PIRATE, told), perplexity(llm, None, told)
-    assert with_it < 0.3 * without
+    without = perplexity(llm, None, told)
+    assert perplexity(llm, PIRATE, told) < 0.3 * without
     assert perplexity(llm, None, plain) < perplexity(llm, PIRATE, plain)
 
 

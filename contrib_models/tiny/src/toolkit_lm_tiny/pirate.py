@@ -29,5 +29,5 @@ def speak(text: str) -> str:
         word = _WORDS[found[0].lower()]
         return word.capitalize() if found[0][0].isupper() else word
 
-    said = _WORD.sub(replaced, text)
-    return f"Arr! {said[:-1]}, matey!" if said.endswith(".") else f"Arr! {said}"
+    reply = _WORD.sub(replaced, text)
+    return f"Arr! {reply[:-1]}, matey!" if reply.endswith(".") else f"Arr! {reply}"
