@@ -38,7 +38,7 @@ demo: $(STAMP)
 # Jobs that mostly use one core run side by side, the longest first.
 BESIDE := +@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
 test: $(STAMP)
-	$(BESIDE) test-renderers docs lint
+	$(BESIDE) MARKS="$(QUICK)" test-renderers docs lint
 	$(PYTEST) -m "$(QUICK)"
 	$(PYTEST_KERNELS) -m "$(QUICK)"
 
@@ -58,8 +58,9 @@ test-nightly: test-all test-gpu-kit
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
 # litellm carries the vocabulary of gpt-oss, and is not run.
 PYTEST_RENDERERS := $(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
+MARKS ?= not nightly
 test-renderers: $(RENDERERS)/.installed
-	$(PYTEST_RENDERERS) -m "not nightly"
+	$(PYTEST_RENDERERS) -m "$(MARKS)"
 
 # Plugins as third parties write them, installed as distributions. One that breaks shows that a contract did.
 test-downstream: $(DOWNSTREAM)/.installed

@@ -14,11 +14,11 @@ from pathlib import Path
 
 MOST = 60
 """Files, and tests, that are listed."""
-LONG = 1.5
+LONG = 0.8
 """Seconds of a test with all its variants from which on it is left to `make test-all`."""
-FIRST = 2.2
+FIRST = 0.8
 """Seconds that the first of several variants may take, to stay in `make test`."""
-ONLY = 5.0
+ONLY = 2.0
 """Seconds that the shortest test of a file may take, to stay where all others are long."""
 MATRIX = 2
 """Cases from which on a test is a matrix."""
