@@ -61,6 +61,28 @@ class LinearPart(NamedTuple):
     quantized: Quantized = Quantized()
 
 
+class LowRankPart(NamedTuple):
+    """B of an adapter for some outputs: LowRankPart of product.h."""
+
+    high: int = 0
+    first: int = 0
+    last: int = 0
+    at: int = 0
+    rank: int = 0
+
+
+class LowRank(NamedTuple):
+    """A and B of an adapter for one product: LowRank of product.h."""
+
+    type: int
+    low: int
+    inputs: int
+    rank: int
+    first: LowRankPart
+    second: LowRankPart
+    third: LowRankPart
+
+
 class Layer(NamedTuple):
     """A decoder layer, and its cache: Layer of layer.h."""
 
@@ -98,7 +120,15 @@ class Layer(NamedTuple):
     window: int
 
 
-TUPLES: tuple[type[Any], ...] = (Rows, NormPart, Quantized, LinearPart, Layer)
+TUPLES: tuple[type[Any], ...] = (
+    Rows,
+    NormPart,
+    Quantized,
+    LinearPart,
+    LowRankPart,
+    LowRank,
+    Layer,
+)
 """All tuples of this module."""
 
 

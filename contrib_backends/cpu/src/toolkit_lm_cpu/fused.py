@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from toolkit_lm.attention import AttentionType, current
 from toolkit_lm.model import LayerParts, LinearBase, RMSNorm, Rotation
 from torch import Tensor
 
+from toolkit_lm_cpu.added import Added
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart, Quantized
 from toolkit_lm_cpu.backend import Codes, CpuBackend, Metadata
@@ -55,6 +57,7 @@ class FusedDecoderLayer:
         self._bound: object = None
         # Keeps alive what the kernels point to.
         self._parts = parts
+        self._products: list[Any] = _products(parts)
 
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
         """Makes the kernels' layer, once the backend and the KV cache are known."""
@@ -131,10 +134,15 @@ class FusedDecoderLayer:
         if self._bound is not binding.backend:
             self._bind(binding.backend, binding.kv_cache)
         step = cast(Metadata, meta)
+        added = [linear.method.added for linear in self._products]
+        adapted = None
+        if any(those is not None and those.step.num_rows == len(x) for those in added):
+            adapted = _adapted(added)
         y, total = (torch.empty_like(x), x) if residual is None else (x, residual)
         _kernels.run_layer(
             self._layer,
             step.rows,
+            adapted,
             x=x.data_ptr(),
             residual=total.data_ptr(),
             y=y.data_ptr(),
@@ -187,6 +195,13 @@ def _products(parts: LayerParts) -> list[LinearBase]:
     if parts.gate_up is not None and parts.down is not None:
         products += parts.gate_up, parts.down
     return products
+
+
+def _adapted(added: Sequence[Added | None]) -> tuple[object, ...]:
+    """Adapters' shares of the products, as the kernels read them."""
+    groups = next(those.step.groups for those in added if those is not None)
+    low_ranks = [None if those is None else those.low_ranks for those in added]
+    return groups, *low_ranks, *([None] * (4 - len(low_ranks)))
 
 
 def _types(parts: LayerParts) -> set[int]:

@@ -15,6 +15,7 @@ from toolkit_lm.model import (
     LayerParts,
     LinearMethod,
     LinearSpec,
+    LowRank,
     QuantizedWeight,
     Rows,
     StateRows,
@@ -23,6 +24,7 @@ from toolkit_lm.model import (
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from toolkit_lm_cpu.adapters import CpuLowRank
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.float8 import panels_of
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
@@ -149,6 +151,9 @@ class CpuKernels(Kernels):
         if why_not is not None:
             return f"{super().explain_quantized(spec, weight)}: {why_not}"
         return explain(weight)
+
+    def low_rank(self) -> LowRank | None:
+        return CpuLowRank() if self._types else None
 
     def fuse(self, parts: LayerParts) -> FusedLayer | None:
         return FusedDecoderLayer(parts, self._workspace) if fits(parts) else None

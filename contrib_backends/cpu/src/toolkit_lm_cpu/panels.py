@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from toolkit_lm.model import (
 )
 from torch import Tensor, nn
 
+from toolkit_lm_cpu.added import Added
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.library import _kernels, exported, product_type
 
@@ -48,6 +50,9 @@ class PanelLinear(UnquantizedMethod):
 
     Each result is one sum in a fixed order, independent of the rest of the batch.
     """
+
+    added: Added | None = None
+    """Adapters of the step's rows."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -137,11 +142,15 @@ class PanelLinear(UnquantizedMethod):
     ) -> Tensor:
         activation, gated, residual = epilogue
         fits = self.is_halved or self.outputs % (2 * LANES) == 0 if gated else not self.is_halved
+        added = added_to(self.added, x, rows)
         if self.packed is None or activation not in ACTIVATIONS or not fits:
-            return super().apply(x, bias, epilogue)
-        return _product(
-            self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual
-        )
+            if added is None:
+                return super().apply(x, bias, epilogue)
+            out = linear(self.type, x, self.packed, self.outputs, bias, 0, False, None, added)
+            return epilogue.finish(out)
+        number = ACTIVATIONS[activation]
+        product = _product if added is None else partial(linear, added=added)
+        return product(self.type, x, self.packed, self.outputs, bias, number, gated, residual)
 
 
 class PanelLoader:
@@ -312,18 +321,26 @@ def pack(
     return packed
 
 
+def added_to(added: Added | None, x: Tensor, rows: Rows | Tensor) -> Added | None:
+    """Adapters of a product of x, whose rows are `rows`. None: there are none."""
+    if added is None or rows is not Rows.FLAT or len(x) != added.step.num_rows:
+        return None
+    return added
+
+
 def linear(
     type: int,
     x: Tensor,
-    packed: Tensor,
+    packed: Tensor | None,
     outputs: int,
     bias: Tensor | None,
     activation: int,
     gated: bool,
     residual: Tensor | None,
+    added: Added | None = None,
 ) -> Tensor:
     """Computes activation(x W^T + bias) + residual, or the gated form, with `outputs` rows of W in
-    panels."""
+    panels; of W = 0, if it is None. `added` comes before the activation."""
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
@@ -333,7 +350,9 @@ def linear(
     out = x.new_empty(rows, width)
     _kernels.linear(
         type,
-        weights=packed.data_ptr(),
+        None if added is None else added.step.groups,
+        None if added is None else added.low_ranks,
+        weights=0 if packed is None else packed.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         outputs=width,
         inputs=inputs,

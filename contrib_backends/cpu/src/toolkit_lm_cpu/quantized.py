@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from toolkit_lm.model import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit_lm_cpu.added import Added
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Quantized
 from toolkit_lm_cpu.levels import PART, levels_of, may_have_levels, offsets_of
 from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, usable_types
-from toolkit_lm_cpu.panels import ACTIVATIONS, LANES
+from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, added_to
 from toolkit_lm_cpu.rounding import FLOAT8, fine_group, round_again, rounding
 
 _WHOLE = 64
@@ -42,6 +44,9 @@ class QuantizedPanels(LinearMethod):
     sums are exact. A result is therefore independent of the rest of the batch, and of the
     processor's instructions.
     """
+
+    added: Added | None = None
+    """Adapters of the step's rows."""
 
     def __init__(self, weight: QuantizedWeight, spec: LinearSpec, arena: Arena) -> None:
         """Packs a weight, for which `refusal` must be None."""
@@ -166,9 +171,12 @@ class QuantizedPanels(LinearMethod):
         activation, gated, residual = epilogue
         half = self.outputs // 2
         fits = self.is_halved or half % LANES == 0 if gated else not self.is_halved
+        added = added_to(self.added, x, rows)
         if activation not in ACTIVATIONS or not fits:
-            return super().apply(x, bias, epilogue)
-        return self._product(x, bias, activation, gated, residual)
+            if added is None:
+                return super().apply(x, bias, epilogue)
+            return epilogue.finish(self._product(x, bias, added=added))
+        return self._product(x, bias, activation, gated, residual, added=added)
 
     def embed(self, ids: Tensor) -> Tensor:
         if self.is_halved:
@@ -220,9 +228,12 @@ class QuantizedPanels(LinearMethod):
         residual: Tensor | None = None,
         *,
         outputs: int | None = None,
+        added: Added | None = None,
     ) -> Tensor:
         product = linear
-        if torch.compiler.is_compiling():
+        if added is not None:
+            product = partial(linear, added=added)
+        elif torch.compiler.is_compiling():
             product = torch.ops.toolkit_lm_cpu.quantized_linear
         return product(
             self.type,
@@ -338,12 +349,13 @@ def linear(
     activation: int,
     gated: bool,
     residual: Tensor | None,
+    added: Added | None = None,
 ) -> Tensor:
     """Computes activation(x W^T + bias) + residual, or the gated form, with W in panels of codes.
 
     `outputs` are those of the result.
     """
-    if x.stride(1) != 1:
+    if x.stride(1) != 1 or (added is not None and x.stride(0) % 2):
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
@@ -353,6 +365,8 @@ def linear(
     codes = memory(quantized, rows)
     _kernels.quantized_linear(
         type,
+        None if added is None else added.step.groups,
+        None if added is None else added.low_ranks,
         weights=packed.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         outputs=outputs,

@@ -69,6 +69,7 @@ from .loader import (
     make_part as make_part,
     select_kernels as select_kernels,
 )
+from .low_rank import AdaptedRows as AdaptedRows, LowRank as LowRank
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .parameters import (
     Shard as Shard,

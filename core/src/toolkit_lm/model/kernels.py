@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+from toolkit_lm.model.low_rank import LowRank
 from toolkit_lm.model.quantized import DequantizingMethod, QuantizedWeight
 from toolkit_lm.model.sources import Sources
 
@@ -101,6 +102,10 @@ class Kernels:
     def fuse(self, parts: Any) -> FusedLayer | None:
         """Makes a function that computes a layer of these LayerParts in one call, once its weights
         are loaded. None: the layer's modules compute it."""
+        return None
+
+    def low_rank(self) -> LowRank | None:
+        """Makes what adds adapters to the products of this model's layers. None: there is none."""
         return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

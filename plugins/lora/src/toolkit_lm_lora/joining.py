@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import LinearBase, Shard
+from toolkit_lm.model import LinearBase, LinearMethod, LowRank, Rows, Shard
 from torch import Tensor
 
 from toolkit_lm_lora.method import Change, Product
@@ -49,8 +49,14 @@ class Joining:
         parts: Mapping[int | None, Part],
         kernels: Any,
         tokens: tuple[Tensor, Tensor] | None,
+        *,
+        method: LinearMethod | None = None,
+        low_rank: LowRank | None = None,
     ) -> None:
-        """`tokens`: trained tokens of the whole vocabulary, and their rows."""
+        """`tokens`: trained tokens of the whole vocabulary, and their rows. `method`: the layer's
+        own, to whose products `low_rank` may add."""
+        self._method = method
+        self._low_rank = low_rank
         self._layer = layer
         self._spec = layer.spec
         self._parts = parts
@@ -64,6 +70,8 @@ class Joining:
     def change(self) -> Change:
         spec = self._spec
         is_embedding = spec.kind == "embedding"
+        if (pair := self._kernels_pair()) is not None:
+            return Change(pair=pair)
         made = self._pair()
         shift = torch.zeros(spec.shape[0])
         for part, own in self._parts.items():
@@ -103,6 +111,28 @@ class Joining:
             magnitude[mine] = own.magnitude
             squares[mine] = changed.square().sum(1)
         return Dora(magnitude, squares, self._high)
+
+    def _kernels_pair(self) -> Any:
+        """A and B for the kernels' own products. None: there is more than these, or the kernels
+        cannot add them."""
+        layer = self._layer
+        if (
+            self._low_rank is None
+            or self._method is None
+            or self._tokens is not None
+            or self._spec.kind != "linear"
+            or layer.rows is not Rows.FLAT
+            or not self._low_rank.takes(self._method)
+        ):
+            return None
+        parts: list[tuple[int, Tensor, Tensor]] = []
+        for part, own in self._parts.items():
+            has_more = own.magnitude, own.weight, own.shift
+            if own.low is None or own.high is None or has_more != (None, None, None):
+                return None
+            parts.append((self._spans[part].start, own.low, own.high))
+        parts.sort(key=lambda part: part[0])
+        return self._low_rank.pack(self._method, parts)
 
     def _pair(self) -> dict[str, Any]:
         """A of all parts one after the other, and B block by block."""

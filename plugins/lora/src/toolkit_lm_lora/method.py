@@ -12,6 +12,7 @@ from toolkit_lm.model import (
     Epilogue,
     LinearMethod,
     LinearSpec,
+    LowRank,
     Rows,
     Shard,
     WrappingMethod,
@@ -52,6 +53,9 @@ class Product:
 class Change(NamedTuple):
     """Changes by one adapter in one layer: this rank's share. Each field may be None."""
 
+    pair: Any = None
+    """A and B, which the kernels add inside their products, by LowRank of the model's kernels; then
+    there is nothing else."""
     low: Product | None = None
     """A: inputs -> rank. Of several adapted parts of a fused layer, one after the other."""
     table: Tensor | None = None
@@ -77,7 +81,8 @@ class Change(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self if isinstance(part, Tensor | Product))
+        own = 0 if self.pair is None else self.pair.nbytes
+        return own + sum(part.nbytes for part in self if isinstance(part, Tensor | Product))
 
 
 class Group(NamedTuple):
@@ -92,6 +97,12 @@ class Group(NamedTuple):
 
 class Grouping(Protocol):
     """Tells which rows have which adapter."""
+
+    low_rank: LowRank | None
+    """What makes pairs."""
+
+    def adds_to(self, layer: str) -> bool:
+        """Whether the layer's own method adds pairs to some rows of the step."""
 
     def groups_of(self, rows: Rows | Tensor, count: int, layer: str) -> list[Group]:
         """The groups that change a layer, of a call with `count` rows. Without empty ones."""
@@ -122,11 +133,36 @@ class LoraMethod(WrappingMethod):
             return epilogue.finish(
                 self._changed(x, self.inner.apply(x, bias, rows=rows), bias, groups)
             )
+        if self._grouping.adds_to(self._layer):
+            # The method adds to the other rows, which are then those of the whole step.
+            out = self.inner.apply(x, bias, epilogue, rows=rows)
+            found = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            for group in groups:
+                found[group.rows] = True
+            own = found.nonzero()[:, 0]
+            out[own] = self._finished(x, bias, epilogue, groups, own)
+            return out
         # The method may fuse the epilogue, and round otherwise then.
         others = torch.ones(len(x), dtype=torch.bool, device=x.device)
         for group in groups:
             others[group.rows] = False
         own, others = (~others).nonzero()[:, 0], others.nonzero()[:, 0]
+        finished = self._finished(x, bias, epilogue, groups, own)
+        out = finished.new_empty(len(x), finished.shape[1])
+        out[own] = finished
+        if len(others):
+            out[others] = self.inner.apply(x[others], bias, _at(epilogue, others))
+        return out
+
+    def _finished(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        groups: list[Group],
+        own: Tensor,
+    ) -> Tensor:
+        """The result for the rows `own`, which are those of `groups`."""
         place = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         place[own] = torch.arange(len(own), device=x.device)
         inner = [
@@ -134,20 +170,22 @@ class LoraMethod(WrappingMethod):
         ]
         some = x[own]
         done = self._changed(some, self.inner.multiply(some, bias), bias, inner)
-        finished = _at(epilogue, own).finish(done)
-        out = finished.new_empty(len(x), finished.shape[1])
-        out[own] = finished
-        if len(others):
-            out[others] = self.inner.apply(x[others], bias, _at(epilogue, others))
-        return out
+        return _at(epilogue, own).finish(done)
 
     def _changed(self, x: Tensor, out: Tensor, bias: Tensor | None, groups: list[Group]) -> Tensor:
         for changes, scale, mine in groups:
             change = changes[self._layer]
-            if mine is None:
-                out = _change(x, out, bias, change, scale)
+            some, found = (x, out) if mine is None else (x[mine], out[mine])
+            if change.pair is None:
+                found = _change(some, found, bias, change, scale)
             else:
-                out[mine] = _change(x[mine], out[mine], bias, change, scale)
+                # Beside another adapter of its rows that is no pair.
+                assert self._grouping.low_rank is not None
+                found = found + self._grouping.low_rank.product(change.pair, some) * scale
+            if mine is None:
+                out = found
+            else:
+                out[mine] = found
         return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import HeadLinear, LinearBase, LinearMethod, Shard
+from toolkit_lm.model import HeadLinear, LinearBase, LinearMethod, LowRank, Shard
 from torch import Tensor, nn
 
 from toolkit_lm_lora.files import WEIGHTS, AdapterFolder
@@ -57,14 +57,18 @@ class Adapter:
 class Reader:
     """Reads adapters for one rank's model."""
 
-    def __init__(self, model: nn.Module, names: Names, *, is_first: bool) -> None:
-        """`is_first`: this rank adds what ranks that are summed up must add once."""
+    def __init__(
+        self, model: nn.Module, names: Names, *, is_first: bool, low_rank: LowRank | None = None
+    ) -> None:
+        """`is_first`: this rank adds what ranks that are summed up must add once. `low_rank`: what
+        adds to the products of the layers' own methods."""
+        self._low_rank = low_rank
         self._model = model
         self._names = names
         self._is_first = is_first
         self._paths = {id(module): path for path, module in model.named_modules()}
         # Layers are wrapped and unwrapped by steps, and an adapter is read meanwhile.
-        self._methods = {
+        self.methods: dict[str, LinearMethod] = {
             module.prefix: module.method
             for module in model.modules()
             if isinstance(module, LinearBase)
@@ -78,9 +82,11 @@ class Reader:
                 f"adapter {str(folder.path)!r} has rank {folder.rank}, and the option max_rank of "
                 f"the plugin lora is {max_rank}."
             )
-        return Reading(
-            self._model, self._names, self._paths, self._methods, folder, self._is_first
-        ).read()
+        reading = Reading(
+            self._model, self._names, self._paths, self.methods, folder, self._is_first
+        )
+        reading.low_rank = self._low_rank
+        return reading.read()
 
 
 class Reading:
@@ -102,6 +108,7 @@ class Reading:
         self._folder = folder
         self._config = folder.config
         self._is_first = is_first
+        self.low_rank: LowRank | None = None
         self._of_modules: dict[str, dict[str, str]] = {}
         """By module and suffix, names of tensors."""
         self.parts: dict[str, dict[int | None, Part]] = {}
@@ -114,7 +121,14 @@ class Reading:
         self.parse()
         for prefix, parts in self.parts.items():
             layer = self.layers[prefix]
-            joining = Joining(layer, parts, self._model.kernels, self.tokens.get(prefix))
+            joining = Joining(
+                layer,
+                parts,
+                self._model.kernels,
+                self.tokens.get(prefix),
+                method=self._methods.get(prefix),
+                low_rank=self.low_rank,
+            )
             self.adapter.changes[prefix] = joining.change()
             if joining.has_magnitudes:
                 weight = self._weight(layer, prefix)

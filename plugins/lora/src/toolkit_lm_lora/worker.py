@@ -13,7 +13,7 @@ from msgspec import Raw, msgpack
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ConfigError, ToolkitError, UnsupportedError
 from toolkit_lm.messages import NewSequence, StepPlan
-from toolkit_lm.model import LinearBase, Rows
+from toolkit_lm.model import AdaptedRows, FusibleLayer, LinearBase, LinearMethod, Rows
 from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
 from torch import Tensor
 
@@ -46,7 +46,13 @@ class LoraPart(StepPart):
         names = Names(self.model)
         parallel = self.config.parallel
         self._group = tensor_parallel_group(parallel)
-        self._reader = Reader(self.model, names, is_first=parallel.tensor_parallel_rank == 0)
+        self.low_rank = self.model.kernels.low_rank()
+        self._reader = Reader(
+            self.model,
+            names,
+            is_first=parallel.tensor_parallel_rank == 0,
+            low_rank=self.low_rank,
+        )
         self._layers = {
             layer.prefix: layer for layer in self.model.modules() if isinstance(layer, LinearBase)
         }
@@ -66,13 +72,24 @@ class LoraPart(StepPart):
         """By sequence, the first token of each adapter, where it is not the first of all."""
         self._pooled: dict[int, tuple[int, str | None]] = {}
         """By sequence that pools, tokens of its prompt and its task."""
+        self._fused = {
+            linear.prefix
+            for layer in self.model.modules()
+            if isinstance(layer, FusibleLayer) and layer.fused is not None
+            for linear in _linear_layers(layer)
+        }
+        """Layers in layers that kernels compute in one call."""
         self._methods: dict[str, tuple[Any, LoraMethod]] = {}
         """By layer, the method without adapters, and with them."""
+        self._kinds: dict[tuple[Key, ...], Kind] = {}
+        """Those of steps since adapters were last activated."""
         self._modules: dict[str, Replacement] = {}
         self._wrapped: set[str] = set()
         """Layers and modules that are changed at the moment."""
         self._of_tokens = torch.zeros(0, dtype=torch.int64)
-        self._step: list[_StepGroup] = []
+        self._step: list[StepGroup] = []
+        self._added: set[str] = set()
+        """Layers whose own methods add to products."""
         self._num_tokens = 0
         self._num_sampled = 0
         self._num_pooled = 0
@@ -97,6 +114,8 @@ class LoraPart(StepPart):
         else:
             order = Order([], [], [])
         self._collect()
+        if order.activate or order.deactivate:
+            self._kinds.clear()
         for digest in order.activate:
             self._activate(digest)
         dropped = self._evict()
@@ -253,18 +272,11 @@ class LoraPart(StepPart):
         self._num_sampled = len(lasts)
         pooled = self._pooled_rows(inputs)
         self._num_pooled = len(pooled)
-        keys = sorted({key for kind in kinds for key in kind})
+        rows = of_tokens, of_tokens[lasts], of_tokens[inputs.query_start[1:][pooled] - 1]
         self._step = [
-            _StepGroup(
-                key,
-                self._active[key[0]],
-                np.array([key in kind for kind in kinds]),
-                of_tokens,
-                of_tokens[lasts],
-                of_tokens[inputs.query_start[1:][pooled] - 1],
-                self.device,
-            )
-            for key in keys
+            StepGroup(self._kind(keys), place, number, rows, self.device)
+            for keys, number in kinds.items()
+            for place in range(len(keys))
         ]
         self._of_tokens = torch.from_numpy(of_tokens).to(self.device)
         self._wrap()
@@ -295,14 +307,27 @@ class LoraPart(StepPart):
                     found.append(index)
         return found if len(tasks) == 1 else []
 
+    def _kind(self, keys: tuple[Key, ...]) -> Kind:
+        if (known := self._kinds.get(keys)) is None:
+            adapters = [self._active[digest] for digest, _ in keys]
+            methods = self._reader.methods
+            known = self._kinds[keys] = Kind(keys, adapters, methods)
+        return known
+
     def _wrap(self) -> None:
-        """Wraps what the step's adapters change, and nothing else: kernels that fuse layers go on
-        where there are none."""
+        """Has the kernels add what they can, and wraps what else the step's adapters change. Layers
+        go on in one call where nothing is wrapped."""
         linear: set[str] = set()
         modules: set[str] = set()
+        self._added = set()
         for group in self._step:
-            linear |= group.adapter.changes.keys()
+            linear |= group.kind.rest
             modules |= group.adapter.modules.keys()
+            self._added |= group.kind.paired
+        linear |= self._added - self._fused
+        if self.low_rank is not None:
+            groups = [group.adapted() for group in self._step if group.pairs and not group.flat[2]]
+            self.low_rank.set(groups, self._num_tokens)
         for prefix in self._wrapped - linear - modules:
             if prefix in self._methods:
                 self._layers[prefix].method = self._methods[prefix][0]
@@ -318,6 +343,9 @@ class LoraPart(StepPart):
             self._modules[path].install()
         self._wrapped = linear | modules
 
+    def adds_to(self, layer: str) -> bool:
+        return layer in self._added
+
     def _made(self, prefix: str) -> tuple[Any, LoraMethod]:
         layer = self._layers[prefix]
         kind = LoraEmbedding if layer.spec.kind == "embedding" else LoraMethod
@@ -328,7 +356,7 @@ class LoraPart(StepPart):
         """Groups as in Grouping. Rows of a drafter's calls have no adapter."""
         found = []
         for group in self._step:
-            if layer not in group.adapter.changes:
+            if layer not in group.adapter.changes or layer in group.kind.paired:
                 continue
             if rows is Rows.FLAT:
                 if count != self._num_tokens:
@@ -343,7 +371,7 @@ class LoraPart(StepPart):
             else:
                 continue
             if not is_none:
-                found.append(Group(group.adapter.changes, group.key[1], None if is_all else mine))
+                found.append(Group(group.adapter.changes, group.scale, None if is_all else mine))
         return found
 
     def replaced(
@@ -368,40 +396,88 @@ class LoraPart(StepPart):
                 )
             if not (rows := by_count[count])[2]:
                 parameters = group.adapter.modules[path]
-                found.append((parameters, group.key[1], None if rows[1] else rows[0]))
+                found.append((parameters, group.scale, None if rows[1] else rows[0]))
         return found
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-class _StepGroup:
-    """The rows of a step that have an adapter."""
+class Kind:
+    """Adapters that rows have together."""
 
     def __init__(
         self,
-        key: Key,
-        adapter: Adapter,
-        has: np.ndarray,
-        of_tokens: np.ndarray,
-        of_sampled: np.ndarray,
-        of_pooled: np.ndarray,
+        keys: tuple[Key, ...],
+        adapters: list[Adapter],
+        methods: Mapping[str, LinearMethod],
+    ) -> None:
+        self.adapters = adapters
+        self.scales = [scale for _, scale in keys]
+        changed = {prefix for adapter in adapters for prefix in adapter.changes}
+        self.paired = {
+            prefix
+            for prefix in changed
+            if all(
+                adapter.changes[prefix].pair is not None
+                for adapter in adapters
+                if prefix in adapter.changes
+            )
+        }
+        """Layers whose own methods add what the adapters change."""
+        self.rest = changed - self.paired
+        """The other layers that they change."""
+        self.pairs = [
+            {
+                methods[prefix]: change.pair
+                for prefix, change in adapter.changes.items()
+                if prefix in self.paired
+            }
+            for adapter in adapters
+        ]
+        """By adapter."""
+
+
+class StepGroup:
+    """The rows of a step that have an adapter, those of one kind."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        place: int,
+        number: int,
+        rows: tuple[np.ndarray, np.ndarray, np.ndarray],
         device: torch.device,
     ) -> None:
-        self.key = key
-        self.adapter = adapter
-        self._has = torch.from_numpy(has).to(device)
-        self.flat = self._indices(has[of_tokens], device)
-        self.sampled = self._indices(has[of_sampled], device)
-        self.pooled = self._indices(has[of_pooled], device)
+        """`place`: the adapter's in the kind. `number`: the kind's in the arrays `rows`: of
+        tokens, of rows that sample, and of rows that pool."""
+        self.kind = kind
+        self.adapter = kind.adapters[place]
+        self.scale = kind.scales[place]
+        self.pairs = kind.pairs[place]
+        self._number = number
+        self.flat, self.sampled, self.pooled = (
+            self._indices(np.flatnonzero(kinds == number), len(kinds), device) for kinds in rows
+        )
+        self._rows = np.flatnonzero(rows[0] == number)
 
     @staticmethod
-    def _indices(mask: np.ndarray, device: torch.device) -> tuple[Tensor, bool, bool]:
+    def _indices(found: np.ndarray, count: int, device: torch.device) -> tuple[Tensor, bool, bool]:
         """Indices of the rows, whether all have it, and whether none has."""
-        found = np.flatnonzero(mask)
-        return torch.from_numpy(found).to(device), len(found) == len(mask), not len(found)
+        return torch.from_numpy(found).to(device), len(found) == count, not len(found)
+
+    def adapted(self) -> AdaptedRows:
+        return AdaptedRows(self.pairs, self.scale, self._rows)
 
     def of(self, kinds: Tensor) -> tuple[Tensor, bool, bool]:
         """The same of any rows, by their kinds."""
-        mine = self._has[kinds].nonzero()[:, 0]
+        mine = (kinds == self._number).nonzero()[:, 0]
         return mine, len(mine) == len(kinds), not len(mine)
+
+
+def _linear_layers(layer: FusibleLayer) -> list[LinearBase]:
+    parts = layer.parts()
+    if parts is None:
+        return []
+    layers = parts.qkv, parts.out, parts.gate_up, parts.down
+    return [linear for linear in layers if linear is not None]

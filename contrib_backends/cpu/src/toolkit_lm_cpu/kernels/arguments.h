@@ -38,6 +38,8 @@
 #define EMBED_FIELDS(F) F(weights) F(ids) F(out) F(tokens) F(lanes) F(width)
 #define NORM_PART_FIELDS(F) F(weight) F(size) F(eps) F(is_wide)
 #define LINEAR_PART_FIELDS(F) F(weights) F(bias) F(quantized)
+#define LOW_RANK_PART_FIELDS(F) F(high) F(first) F(last) F(at) F(rank)
+#define LOW_RANK_FIELDS(F) F(type) F(low) F(inputs) F(rank) F(first) F(second) F(third)
 #define LAYER_FIELDS(F)                                                                            \
     F(type) F(attention_type) F(element)                                                           \
     F(hidden) F(inner) F(heads) F(kv_heads) F(head_size) F(activation) F(factor)                   \
@@ -68,6 +70,8 @@
     T(NormPart, NORM_PART_FIELDS, NormPart)                                                        \
     T(Quantized, QUANTIZED_FIELDS, Quantized)                                                      \
     T(LinearPart, LINEAR_PART_FIELDS, LinearPart)                                                  \
+    T(LowRankPart, LOW_RANK_PART_FIELDS, LowRankPart)                                              \
+    T(LowRank, LOW_RANK_FIELDS, LowRank)                                                           \
     T(Layer, LAYER_FIELDS, Layer)
 
 /* (suffix, list, struct) */
@@ -119,6 +123,7 @@ static int read_pointer(PyObject *given, void *to) {
 
 static int read_NormPart(PyObject *given, void *to);
 static int read_LinearPart(PyObject *given, void *to);
+static int read_LowRankPart(PyObject *given, void *to);
 static int read_Quantized(PyObject *given, void *to);
 
 #define NAME_OF(field) #field,
@@ -129,6 +134,7 @@ static int read_Quantized(PyObject *given, void *to);
                float: read_float,                                                                  \
                NormPart: read_NormPart,                                                            \
                LinearPart: read_LinearPart,                                                        \
+               LowRankPart: read_LowRankPart,                                                      \
                Quantized: read_Quantized,                                                          \
                default: read_pointer)(*values++, (void *)&to->field)
 #define COUNT(array) (sizeof(array) / sizeof *(array))

@@ -56,6 +56,8 @@ typedef struct {
     const void *cos, *sin;
     long angle_stride, angle_size;
     const int64_t *slots; /* as of Write */
+    const RowGroups *groups; /* rows with adapters, or NULL: there are none */
+    const LowRanks *qkv, *out, *gate_up, *down; /* NULL: no adapter changes it */
 } LayerStep;
 
 #endif

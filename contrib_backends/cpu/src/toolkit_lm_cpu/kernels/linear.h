@@ -278,12 +278,15 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
 }
 
 #include "float8.h"
+#include "low_rank.h"
 
 /* sums [rows][PANELS][16] of some panels, from `first` on, each of `panel` bytes. */
 TARGET INLINE void NAME(add_up)(const Linear *l, const int32_t *x, long x_stride, long row,
                                 long rows, long first, long panels, long panel, const char *next,
                                 float *sums) {
-    if (l->codes != NULL)
+    if (l->weights == NULL)
+        memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
+    else if (l->codes != NULL)
         l->add_codes(l, row, rows, first, panels, next, sums);
     else if (l->quantized.float8 != CODED)
         NAME(panels_float8)(l, x, x_stride, rows, first, panels, next, sums);
@@ -310,8 +313,10 @@ TARGET static void NAME(multiply)(void *job, long item) {
     const size_t converted = 0;
 #endif
     const size_t kept = l->out == NULL ? (size_t)(rows * l->columns * LANES) : 0;
-    float *sums = own_memory((2 * size + converted) * sizeof *sums + kept * sizeof(ELEMENT));
-    float *up = sums + size;
+    const size_t gathered = l->groups == NULL ? 0 : size;
+    float *sums =
+        own_memory((2 * size + gathered + converted) * sizeof *sums + kept * sizeof(ELEMENT));
+    float *up = sums + size, *own = up + size;
     const int32_t *x;
     long x_stride;
     if (sums == NULL) {
@@ -319,7 +324,7 @@ TARGET static void NAME(multiply)(void *job, long item) {
         return;
     }
 #if CONVERTS
-    float *floats = up + size;
+    float *floats = own + gathered;
     for (long r = 0; r < rows && converted; r++)
         for (long k = 0; k < l->inputs; k += LANES)
             store_f32(floats + r * l->inputs + k,
@@ -332,17 +337,22 @@ TARGET static void NAME(multiply)(void *job, long item) {
                                                    : panel_bytes(&l->quantized);
     const char *weights = l->weights;
     const long out_stride = kept ? l->columns * LANES : l->out_stride;
-    ELEMENT *out = kept ? (ELEMENT *)(up + size + converted)
+    ELEMENT *out = kept ? (ELEMENT *)(own + gathered + converted)
                         : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const long then = p + PANELS < last ? p + PANELS : follows;
         const char *next = then + PANELS <= panels ? weights + then * panel : NULL;
+        if (l->groups != NULL) NAME(fetch_adapters)(l, p, some);
+        if (l->groups != NULL && l->is_gated) NAME(fetch_adapters)(l, panels + p, some);
         NAME(add_up)(l, x, x_stride, row, rows, p, some, panel, next, sums);
         if (l->is_gated) {
             const char *next_up = next == NULL ? NULL : next + panels * panel;
             NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, up);
         }
+        if (l->groups != NULL) NAME(add_adapters)(l, row, rows, p, some, sums, own);
+        if (l->groups != NULL && l->is_gated)
+            NAME(add_adapters)(l, row, rows, panels + p, some, up, own);
         /* All panels of some rows at once: they share cache lines of the result. */
         for (long r = 0; r < rows; r += TILE)
             for (long b = 0; b < some; b++) {

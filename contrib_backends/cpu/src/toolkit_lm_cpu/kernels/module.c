@@ -93,6 +93,7 @@
 static int (*const attend_types[])(const Step *) = TYPES_OF(attend);
 static void (*const write_types[])(Write *) = TYPES_OF(write);
 static const Item linear_types[] = TYPES_OF(multiply);
+static const Item low_types[] = TYPES_OF(multiply_low);
 static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
 static const Item quantize_types[] = TYPES_OF(quantize);
@@ -255,6 +256,8 @@ static PyObject *pack_codes(PyObject *self, PyObject *const *values, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+#include "adapters.h"
+
 /* Finds the codes of x of a product of quantized weights. */
 static void quantize_inputs(Linear *l, int type) {
     if (l->codes == NULL) return;
@@ -276,9 +279,10 @@ static PyObject *quantized_linear(PyObject *self, PyObject *const *values, Py_ss
     Linear l = {0};
     int type;
     (void)self;
-    if (!take_product(call, 1, 1, &l, &type)) return NULL;
+    if (!take_product(call, 3, 1, &l, &type) || !read_adapted(values[1], values[2], &l))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS quantize_inputs(&l, type);
-    share_out_linear(&l, linear_types[type]);
+    share_out_product(&l, type);
     Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
@@ -289,8 +293,9 @@ static PyObject *linear(PyObject *self, PyObject *const *values, Py_ssize_t coun
     Linear l = {0};
     int type;
     (void)self;
-    if (!take_linear(call, 1, &l) || !read_kernel(values[0], &type)) return NULL;
-    Py_BEGIN_ALLOW_THREADS share_out_linear(&l, linear_types[type]);
+    if (!take_product(call, 3, 0, &l, &type) || !read_adapted(values[1], values[2], &l))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS share_out_product(&l, type);
     Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
@@ -470,7 +475,8 @@ static PyMethodDef methods[] = {
     {"pack", AS_KEYWORDS(pack),
      "pack(type, *, ...): a weight as `linear` reads it, its outputs filled up to 16: see "
      "product.h."},
-    {"linear", AS_KEYWORDS(linear), "linear(type, *, ...): see product.h."},
+    {"linear", AS_KEYWORDS(linear),
+     "linear(type, groups, low_ranks, *, ...): see product.h. Without adapters, None and None."},
     {"likeliest_output", AS_KEYWORDS(likeliest_output),
      "likeliest_output(type, best, indices, *, ...): the greatest of what `linear` would give, "
      "and where it is, as of `likeliest`."},
@@ -478,7 +484,7 @@ static PyMethodDef methods[] = {
      "pack_codes(*, ...): codes of a quantized weight as `quantized_linear` reads them, its "
      "outputs filled up to 16: see codes.h."},
     {"quantized_linear", AS_KEYWORDS(quantized_linear),
-     "quantized_linear(type, *, ...): as `linear`, of a weight in codes."},
+     "quantized_linear(type, groups, low_ranks, *, ...): as `linear`, of a weight in codes."},
     {"likeliest_quantized", AS_KEYWORDS(likeliest_quantized),
      "likeliest_quantized(type, best, indices, *, ...): as `likeliest_output`, of a weight in "
      "codes."},
@@ -494,8 +500,16 @@ static PyMethodDef methods[] = {
      "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
     {"lose", lose, METH_VARARGS,
      "lose(start, bytes): memory whose content nobody reads any more goes back to the system."},
+    {"low_rank", low_rank, METH_O, "low_rank(LowRank) -> A and B of an adapter: see product.h."},
+    {"low_ranks", low_ranks, METH_O,
+     "low_ranks(tuple) -> those of a product, by group of rows; None: it changes nothing."},
+    {"row_groups", row_groups, METH_VARARGS,
+     "row_groups(groups, rank) -> rows with adapters, (address of the rows, number, scale) of each "
+     "group; `rank`: the greatest of their adapters."},
     {"layer", layer, METH_O, "layer(Layer) -> a layer for run_layer: see layer.h."},
-    {"run_layer", AS_KEYWORDS(run_layer), "run_layer(layer, Rows, *, ...): see layer.h."},
+    {"run_layer", AS_KEYWORDS(run_layer),
+     "run_layer(layer, Rows, adapted, *, ...): see layer.h. `adapted`: None, or row_groups, and "
+     "low_ranks or None of qkv, out, gate_up and down."},
     {"attend", AS_KEYWORDS(attend), "attend(type, Rows, *, ...): see step.h."},
     {"write_kv", AS_KEYWORDS(write_kv), "write_kv(type, *, ...): see step.h."},
     {NULL, NULL, 0, NULL},

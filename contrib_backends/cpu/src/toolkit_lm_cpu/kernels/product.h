@@ -16,6 +16,7 @@
 #define MANY_ROWS 256   /* of an item whose weights are decoded, or unpacked for the tiles of AMX */
 #define MOST_UNPACKED 2048 /* codes of a panel that are unpacked at once; a group is one of them */
 #define AMX_INPUTS 32   /* what the length of a sum by the tiles of AMX is a multiple of */
+#define TILE_ROWS 16    /* of x, which the tiles of AMX multiply at a time */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
 #define DECODED 512     /* inputs of float8 that are decoded at a time */
@@ -58,6 +59,41 @@ typedef struct {
     int float8;           /* E4M3 or E5M2: of float8.h, which has no codes of x; or CODED */
 } Quantized;
 
+/* B of an adapter, of some panels of a product; `last` 0: there is none. */
+typedef struct {
+    const void *high; /* panels: [last - first][rank / PAIR][16] lanes */
+    long first, last; /* panels of the product */
+    long at, rank;    /* which outputs of A it takes: multiples of 16 */
+} LowRankPart;
+
+/* A and B of an adapter, for one product. */
+typedef struct {
+    int type;        /* number in KERNELS of module.c of A's product */
+    const void *low; /* panels of A */
+    long inputs;
+    long rank; /* outputs of A: a multiple of 16 */
+    LowRankPart first, second, third;
+} LowRank;
+
+/* By group of rows; NULL: its adapter changes nothing here. */
+typedef struct {
+    long count;
+    const LowRank *of[];
+} LowRanks;
+
+/* The rows of a step that have an adapter. */
+typedef struct {
+    const int64_t *rows; /* [count], ascending */
+    long count;
+    float scale;
+    void *low; /* memory for A x times the scale: [count, rank], of the greatest rank */
+} RowGroup;
+
+typedef struct {
+    long count;
+    RowGroup of[];
+} RowGroups;
+
 typedef struct Linear Linear;
 /* CODES(panels) of codes.h */
 typedef void (*CodePanels)(const Linear *l, long row, long rows, long first, long panels,
@@ -83,7 +119,36 @@ struct Linear {
     void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
     long tiled;  /* rows of x, from the first on, whose codes lie as tiles of AMX load them */
     CodePanels add_codes;
+    const RowGroups *groups; /* rows with adapters, or NULL: there are none */
+    const LowRanks *low_ranks;
 };
+
+/* Panels of an item of `multiply_low`. */
+static inline long low_width(const RowGroup *group) {
+    return group->count > TILE_ROWS || atomic_load(&team.threads) == 1 ? PANELS : 1;
+}
+
+/* Items of `multiply_low` of a group. */
+static inline long low_items(const Linear *l, long g) {
+    const RowGroup *group = l->groups->of + g;
+    const LowRank *a = l->low_ranks->of[g];
+    if (a == NULL) return 0;
+    const long wide = low_width(group);
+    return (group->count + BLOCK - 1) / BLOCK * ((a->rank / LANES + wide - 1) / wide);
+}
+
+/* The place of the first row of a group that is not before `row`. */
+static inline long place_in(const RowGroup *group, long row) {
+    long low = 0, high = group->count;
+    while (low < high) {
+        const long middle = (low + high) / 2;
+        if (group->rows[middle] < row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
 
 /*
  * Rows of x as codes: x is about its code times its group's scale. Those of `tiled` rows, a

@@ -62,10 +62,17 @@ static Linear make_linear(const Layer *l, LinearPart part, const void *x, long i
     return p;
 }
 
+/* Has adapters change a product of a layer. */
+static void adapt(Linear *p, const LayerStep *s, const LowRanks *low_ranks) {
+    if (low_ranks == NULL) return;
+    p->groups = s->groups;
+    p->low_ranks = low_ranks;
+}
+
 /* `follows_norm`: a norm made the codes of x. */
 static int run_linear(const Layer *l, Linear *p, int follows_norm) {
     if (!follows_norm) quantize_inputs(p, l->type);
-    share_out_linear(p, linear_types[l->type]);
+    share_out_product(p, l->type);
     return !p->failed;
 }
 
@@ -107,6 +114,7 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
     }
     Linear product =
         make_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor, codes);
+    adapt(&product, s, s->out);
     return attend_types[l->attention_type](attention) && run_linear(l, &product, 0);
 }
 
@@ -123,6 +131,7 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
          *codes = inner + tokens * l->inner * l->element;
     Linear in = make_linear(l, l->qkv, normed ? h : s->residual, l->hidden, qkv, heads, tokens, 0,
                             codes);
+    adapt(&in, s, s->qkv);
     run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens, &in);
     if (!run_linear(l, &in, normed) || !run_attention(l, s, qkv, o, codes, attention, write))
         return 0;
@@ -133,10 +142,12 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
     }
     Linear gate_up = make_linear(l, l->gate_up, fed_normed ? h : s->residual, l->hidden, inner,
                                  l->inner, tokens, 0, codes);
+    adapt(&gate_up, s, s->gate_up);
     run_norm(l, l->post, o, s->residual, s->residual, h, tokens, &gate_up);
     if (!run_linear(l, &gate_up, fed_normed)) return 0;
     Linear down =
         make_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor, codes);
+    adapt(&down, s, s->down);
     if (!run_linear(l, &down, 0)) return 0;
     run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens, NULL);
     return 1;
@@ -162,7 +173,9 @@ static PyObject *run_layer(PyObject *self, PyObject *const *values, Py_ssize_t c
     Step step = {0};
     int done;
     (void)self;
-    if (!take_run_layer(call, 2, &s) || !read_Rows(values[1], &step)) return NULL;
+    if (!take_run_layer(call, 3, &s) || !read_Rows(values[1], &step) ||
+        !read_layer_adapters(values[2], &s))
+        return NULL;
     const Layer *l = PyCapsule_GetPointer(values[0], "layer");
     if (l == NULL) return NULL;
     step.keys = l->key_pages;

