@@ -2,11 +2,14 @@
 whether throughput is ever lost.
 
 usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLDER] [--quick]
+                                        [--batches 1,4] [--drafters scripted] [--acceptances 0,1]
 
 - cost: the p50 of steps of R rows with 4 drafts each, over that of steps of 5 R rows without.
-- lose: output tokens per second with a drafter over those without one, medians of alternating
-  rounds, and the same by CPU time, which neighbours disturb less. Drafts are the model's own text,
-  known from a run before, of which each token is replaced with probability 1 - acceptance.
+- lose: output tokens per second of CPU time with a drafter over those without one. Two engines take
+  turns of a few steps over the same rows, and the model's tokens are replaced by a given text, so
+  that acceptance is what it is by construction: a scripted drafter spoils each draft with
+  probability 1 - acceptance; for ngram and suffix, the text repeats itself and each of its tokens
+  is another one with that probability. `costly` is scripted, and a draft takes a fifth of a step.
 - coupled: how often a draft of tiny with noisy logits is accepted at T 0.7 and 1.0, when it is
   drawn with the target's own random number, beside standard rejection and the bound sum min(p, q).
 """
@@ -34,7 +37,6 @@ from toolkit_lm.scheduler.draft_budget import DraftBudget
 from toolkit_lm.step import Drafter
 
 DRAFTS = 4
-ACCEPTANCES = (0.0, 0.3, 0.6, 0.9, 1.0)
 SCRIPT: dict[tuple[int, ...], list[int]] = {}
 """Texts that follow prompts."""
 GIVEN = {"acceptance": 1.0}
@@ -44,10 +46,14 @@ class Scripted(Drafter):
     """Drafts the text that is to come. Each token is right with the given probability, by its
     position."""
 
+    passes = 0
+    """Products with a matrix of 8 MiB that stand for a draft model's pass."""
+
     def __init__(self, *arguments: Any, **own: Any) -> None:
         super().__init__(*arguments, **own)
         self._texts: dict[int, list[int]] = {}
         self._wrong: dict[int, np.ndarray] = {}
+        self._weight = torch.zeros(2048, 2048, dtype=torch.bfloat16) if self.passes else None
 
     def add(self, seq: NewSequence) -> None:
         prompt = tuple(seq.token_ids[: seq.num_prompt_tokens])
@@ -60,11 +66,17 @@ class Scripted(Drafter):
         self._wrong.pop(seq_id, None)
 
     def finish(self, inputs, hidden_states, result, step) -> None:
-        for place in inputs.sampling:
+        wanted = np.minimum(inputs.max_drafts, DRAFTS)
+        if self._weight is not None:
+            for ahead in range(int(wanted.max(initial=0))):
+                x = torch.zeros(int((wanted > ahead).sum()), 2048, dtype=torch.bfloat16)
+                for _ in range(self.passes):
+                    torch.mm(x, self._weight)
+        for place, most in zip(inputs.sampling, wanted, strict=True):
             seq_id = inputs.plan.scheduled[place].seq_id
             size = int(inputs.histories.num_tokens[inputs.rows[place]])
-            wrong = self._wrong.get(seq_id, np.zeros(0, bool))[size : size + DRAFTS]
-            text = self._texts.get(seq_id, [])[size : size + DRAFTS]
+            wrong = self._wrong.get(seq_id, np.zeros(0, bool))[size : size + most]
+            text = self._texts.get(seq_id, [])[size : size + most]
             drafts = [
                 (token + 1) % 1000 if is_wrong else token
                 for token, is_wrong in zip(text, wrong.tolist(), strict=True)
@@ -76,6 +88,12 @@ class Scripted(Drafter):
         return []
 
 
+class Costly(Scripted):
+    """A scripted drafter that takes as long as a draft model."""
+
+    passes = 8
+
+
 class Plugin(SimpleNamespace):
     """Registers the drafter, and keeps the events of steps."""
 
@@ -84,6 +102,7 @@ class Plugin(SimpleNamespace):
     @hookimpl
     def toolkit_register_drafters(self, drafters: DrafterRegistry) -> None:
         drafters.add("scripted", f"{__name__}:Scripted")
+        drafters.add("costly", f"{__name__}:Costly")
 
     @hookimpl
     def toolkit_event(self, event: Any) -> None:
@@ -172,48 +191,137 @@ def show_cost(label: str, case: str, rows: int, times: dict[str, list[float]]) -
     )
 
 
-def lose(model: str, batches: Sequence[int], tokens: int, rounds: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    options = {"max_model_len": 512, "max_num_seqs": max(batches), "kv_cache_memory": "1GiB"}
-    with (
-        LLM(model, **options) as plain,
-        LLM(model, plugins=[Plugin(steps=[])], drafter="scripted", **options) as scripted,
-        LLM(model, drafter="ngram,suffix", **options) as found,
-    ):
-        for rows in batches:
-            given = prompts(rows)
-            texts = learn(plain, given, params)
-            for name, llm, acceptances in (
-                ("scripted", scripted, ACCEPTANCES),
-                ("ngram,suffix", found, (None,)),
-            ):
-                for acceptance in acceptances:
-                    # Forgets what it has learned of another text.
-                    scheduler = llm.engine.client.core.scheduler
-                    scheduler.draft_budget = DraftBudget(scheduler.draft_budget.facts)
-                    GIVEN["acceptance"] = 1.0 if acceptance is None else acceptance
-                    compare(name, acceptance, plain, llm, given, params, texts, rounds)
+PROMPT = 32
+"""Tokens of each prompt."""
+TURN = 8
+"""Steps of a turn."""
+STEPS = {1: 240, 4: 200, 16: 96, 64: 40}
+"""Steps without drafts that a cell is measured over."""
 
 
-def compare(name, acceptance, plain, llm, given, params, texts, rounds) -> None:
-    seconds = []
+def repeating(acceptance: float, length: int) -> list[int]:
+    """A text that repeats 24 tokens. Each is another one with probability 1 - acceptance."""
+    draws = np.random.default_rng(7)
+    phrase = np.arange(100, 124)
+    text = np.resize(phrase, length)
+    spoilt = draws.random(length) >= acceptance
+    return np.where(spoilt, draws.integers(200, 30000, length), text).tolist()
+
+
+def force(llm: LLM, text: list[int]) -> None:
+    """Replaces the tokens that the model finds likeliest by those of a text, by their index."""
+    runner = llm.engine.client.core.executor.runner
+    original = type(runner.model).likeliest
+
+    def likeliest(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best, tokens = original(runner.model, hidden)
+        index = runner.step_inputs.token_index
+        if len(index) != len(tokens):
+            # Prompts of one length.
+            index = np.full(len(tokens), PROMPT - 1)
+        return best, torch.tensor([text[i + 1] for i in index], dtype=tokens.dtype)
+
+    runner.model.likeliest = likeliest
+
+
+class Runner:
+    """An engine whose steps are timed in turns."""
+
+    def __init__(self, llm: LLM, rows: int, text: list[int]) -> None:
+        self.llm = llm
+        self.core = llm.engine.client.core
+        self.tokens = 0
+        self.computing = 0.0
+        self.seconds = 0.0
+        force(llm, text)
+        params = SamplingParams(
+            temperature=0, max_tokens=len(text) - PROMPT - 1, ignore_eos=True, detokenize=False
+        )
+        self.ids = [f"row {row}" for row in range(rows)]
+        for row in self.ids:
+            prompt = {"prompt_token_ids": text[:PROMPT]}
+            llm.engine.add_request(row, prompt, params)
+        self.turn(4, counts=False)
+
+    def turn(self, steps: int, *, counts: bool = True) -> bool:
+        """Runs some steps, to the end of those that were begun ahead. Returns whether rows are
+        left."""
+        before = self.length()
+        begun = time.perf_counter()
+        computing = time.process_time()
+        for _ in range(steps):
+            self.llm.engine.step()
+        for step in self.core._in_flight:
+            step.future.result()
+        if counts:
+            self.seconds += time.perf_counter() - begun
+            self.computing += time.process_time() - computing
+            self.tokens += self.length() - before
+        return self.core.has_unfinished
+
+    def length(self) -> int:
+        return sum(len(seq.token_ids) for seq in self.core.scheduler.roster.sequences.values())
+
+    def end(self) -> None:
+        self.llm.engine.abort(self.ids)
+        while self.core.has_unfinished:
+            self.llm.engine.step()
+
+
+def lose(
+    model: str,
+    batches: Sequence[int],
+    drafters: Sequence[str],
+    acceptances: Sequence[float],
+    rounds: int,
+) -> None:
+    options = {
+        "max_model_len": 1024,
+        "max_num_seqs": max(batches),
+        "max_num_batched_tokens": max(2048, max(batches) * PROMPT),
+        "kv_cache_memory": "2GiB",
+        "enable_prefix_caching": False,
+    }
+    with contextlib.ExitStack() as engines:
+        plain = engines.enter_context(LLM(model, **options))
+        for name in drafters:
+            with LLM(model, plugins=[Plugin(steps=[])], drafter=name, **options) as drafted:
+                for rows in batches:
+                    for acceptance in acceptances:
+                        cell(name, plain, drafted, rows, acceptance, rounds)
+
+
+def cell(name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, rounds: int) -> None:
+    """One cell: rounds of a fresh budget each, tries and all."""
+    scripted = name in ("scripted", "costly")
+    text = repeating(1.0 if scripted else acceptance, 1000)
+    SCRIPT[tuple(text[:PROMPT])] = text[PROMPT:]
+    GIVEN["acceptance"] = acceptance
     ratios = []
-    of_computing = []
-    same = 0.0
-    # The first round warms up: acceptance is known from then on, as in a server that runs.
-    for number in range(rounds + 1):
-        without, computing, _ = generate(plain, given, params)
-        drafted, own, got = generate(llm, given, params)
-        same = float(np.mean([one == other for one, other in zip(got, texts, strict=True)]))
-        if number:
-            seconds.append(without)
-            ratios.append(without / drafted)
-            of_computing.append(computing / own)
-    rate = len(given) * params.max_tokens / statistics.median(seconds)
+    of_wall = []
+    shares = []
+    for _ in range(rounds):
+        scheduler = drafted.engine.client.core.scheduler
+        # Forgets what it has learned of another text.
+        scheduler.draft_budget = DraftBudget(scheduler.draft_budget.facts)
+        pair = [Runner(llm, rows, text) for llm in (plain, drafted)]
+        going = True
+        for turn in range(max(1, STEPS.get(rows, 100) // TURN)):
+            # The order alternates.
+            for runner in pair if turn % 2 else pair[::-1]:
+                going = runner.turn(TURN) and going
+            if not going or min(800 - runner.tokens / rows for runner in pair) < 5 * TURN:
+                break
+        without, own = pair
+        ratios.append(own.tokens / own.computing * without.computing / without.tokens)
+        of_wall.append(own.tokens / own.seconds * without.seconds / without.tokens)
+        shares.append(own.tokens / without.tokens)
+        for runner in pair:
+            runner.end()
     print(
-        f"| {name} | {len(given)} | {'-' if acceptance is None else acceptance} | {rate:.0f} "
-        f"| {statistics.median(ratios):.2f} | {min(ratios):.2f}-{max(ratios):.2f} "
-        f"| {statistics.median(of_computing):.2f} | {same:.0%} |",
+        f"| {name} | {rows} | {acceptance} | {statistics.median(ratios):.2f} "
+        f"| {min(ratios):.2f}-{max(ratios):.2f} | {statistics.median(of_wall):.2f} "
+        f"| {statistics.median(shares):.2f} |",
         flush=True,
     )
 
@@ -272,8 +380,9 @@ def main() -> None:
     parser.add_argument("--only", default="cost,lose,coupled")
     parser.add_argument("--model", type=Path, help="a checkpoint; default: one of 160M is made")
     parser.add_argument("--batches", default="1,4,16,64")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--drafters", default="scripted,costly,ngram,suffix")
+    parser.add_argument("--acceptances", default="0,0.3,0.6,0.9,1")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="tiny alone, and few of all")
     args = parser.parse_args()
     only = args.only.split(",")
@@ -288,9 +397,11 @@ def main() -> None:
             models = {"tiny": "tiny"} | ({} if args.quick else {"160M": model})
             cost(models, [1, 4] if args.quick else [1, 8, 32], 40)
         if "lose" in only:
-            columns = "tokens/s without | ratio | range | of CPU time | same"
+            columns = "of CPU time | range | of wall time | tokens a step"
             print(f"| drafter | batch | acceptance | {columns} |")
-            lose(model, [1, 4] if args.quick else batches, args.tokens, args.rounds)
+            given = [float(value) for value in args.acceptances.split(",")]
+            sizes = [1, 4] if args.quick else batches
+            lose(model, sizes, args.drafters.split(","), given, args.rounds)
 
 
 if __name__ == "__main__":
