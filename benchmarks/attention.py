@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from toolkit_lm.attention import (
     Attention,
     AttentionBackend,
@@ -27,6 +28,7 @@ from toolkit_lm.attention import (
     GroupSetup,
 )
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import FullSpec
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
 
@@ -55,6 +57,7 @@ QUANTIZED_STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
     ("the last 512 of 2,048", [(512, 2048)], (16, 8, 128)),
 ]
 CACHES = ("model", "int8", "fp8")
+CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 class Case:
@@ -69,9 +72,7 @@ class Case:
         cache: str = "model",
     ) -> None:
         heads, kv_heads, size = shape
-        config = VllmConfig.default(
-            dtype=str(dtype).removeprefix("torch."), block_size=BLOCK_SIZE, kv_cache_dtype=cache
-        )
+        config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."), block_size=BLOCK_SIZE)
         layer = Attention(
             heads,
             size,
@@ -79,6 +80,10 @@ class Case:
             vllm_config=config,
             prefix="model.layers.0.self_attn.attn",
         )
+        kept = layer.kv_cache_spec()
+        if cache != "model":
+            assert isinstance(kept, FullSpec)
+            layer.keep(replace(kept, dtype=CODES[cache], scales="token"))
         spec = layer.attention_spec(torch.device("cpu"), cached=True)
         device = torch.device("cpu")
         assert spec.kv_cache is not None

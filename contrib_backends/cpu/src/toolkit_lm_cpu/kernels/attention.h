@@ -39,6 +39,7 @@ typedef struct {
     float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
 #endif
 #if AMX
+    uint8_t table[2][128] __attribute__((aligned(64))); /* of make_table */
     /* the queries, side by side */
     ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));
     /* the first and the last tile of values, as far as they are seen */
@@ -501,6 +502,25 @@ TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *
     visible(step, work->row, token, &s->from[r], &s->to[r]);
 }
 
+/* Prefetches a quantized tile of a row: blocks lie anywhere, so that nothing else foresees it. */
+TARGET INLINE void NAME(fetch_tile)(const Step *step, const Work *work, long tile) {
+    if (tile * TILE >= step->seen[work->row]) return;
+    const long block = step->table[work->row * step->table_stride + tile / step->block_tiles];
+    const long within = (work->kv_head * step->block_tiles + tile % step->block_tiles) * TILE;
+    const char *keys = (const char *)step->keys + block * step->key_stride + within * step->size,
+               *values =
+                   (const char *)step->values + block * step->value_stride + within * step->size;
+    for (long i = 0; i < TILE * step->size; i += 64) {
+        _mm_prefetch(keys + i, _MM_HINT_T1);
+        _mm_prefetch(values + i, _MM_HINT_T1);
+    }
+    if (step->scale_page == 0) return;
+    _mm_prefetch((const char *)(step->key_scales + block * step->scale_page + within),
+                 _MM_HINT_T1);
+    _mm_prefetch((const char *)(step->value_scales + block * step->scale_page + within),
+                 _MM_HINT_T1);
+}
+
 /* Decodes a tile of the span to its place in the work item's own memory, and finds its scales. */
 TARGET static void NAME(decode_tile)(const Step *step, const Work *work, NAME(Span) *s, long t,
                                      LANE *own_keys, LANE *own_values) {
@@ -513,14 +533,18 @@ TARGET static void NAME(decode_tile)(const Step *step, const Work *work, NAME(Sp
     if (s->decoded != s->begin) s->tiles_decoded = 0;
     s->decoded = s->begin;
     s->tiles_decoded |= 1u << t;
-    NAME(decode_keys)(step->code,
-                      (const uint8_t *)step->keys + block * step->key_stride +
+    NAME(fetch_tile)(step, work, tile + FETCHED_TILES);
+    const uint8_t *keys = (const uint8_t *)step->keys + block * step->key_stride +
                           within * TILE * step->size,
-                      step->size, own_keys + t * lanes);
-    NAME(decode_values)(step->code,
-                        (const uint8_t *)step->values + block * step->value_stride +
-                            within * TILE * step->size,
-                        step->size, own_values + t * lanes);
+                  *values = (const uint8_t *)step->values + block * step->value_stride +
+                            within * TILE * step->size;
+#if AMX
+    NAME(look_up_codes)(step->code, s->table, keys, TILE * step->size, own_keys + t * lanes);
+    NAME(look_up_codes)(step->code, s->table, values, TILE * step->size, own_values + t * lanes);
+#else
+    NAME(decode_keys)(step->code, keys, step->size, own_keys + t * lanes);
+    NAME(decode_values)(step->code, values, step->size, own_values + t * lanes);
+#endif
     for (int i = 0; i < TILE; i++) {
         const long at = step->scale_page ? block * step->scale_page + within * TILE + i : 0;
         s->key_scales[t * TILE + i] = step->key_scales[at];
@@ -640,6 +664,7 @@ TARGET static void NAME(attend_item)(void *job, long i) {
             span->padded, tiles, tiles + lanes);
     }
 #if AMX
+    if (step->code != AS_ELEMENTS) NAME(make_table)(step->code, span->table);
     NAME(shape_tiles)();
 #endif
     const long at = i * a->plan.most_rows;

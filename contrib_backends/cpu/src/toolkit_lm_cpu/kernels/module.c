@@ -170,7 +170,8 @@ static PyObject *supports(PyObject *self, PyObject *args) {
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (strcmp(isa, "avx512_bf16") == 0 || strcmp(isa, "amx") == 0)
         able = able && __builtin_cpu_supports("avx512bf16");
-    if (strcmp(isa, "amx") == 0) able = able && has_amx(22);
+    if (strcmp(isa, "amx") == 0)
+        able = able && __builtin_cpu_supports("avx512vbmi") && has_amx(22);
     if (strcmp(isa, "amx_int8") == 0)
         able = able && __builtin_cpu_supports("avx512vnni") && has_amx(25);
     return PyBool_FromLong(able);

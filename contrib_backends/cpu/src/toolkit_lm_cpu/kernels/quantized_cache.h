@@ -23,6 +23,7 @@ TARGET INLINE Floats NAME(decode)(int code, Words bytes) {
     return as_floats(or_words(as_words(valid), left_24(and_words(bytes, splat_word(0x80)))));
 }
 
+#if !AMX
 /* Sixteen pairs of codes: lanes of both, or the firsts' lanes and `apart` from them the others'. */
 TARGET INLINE void NAME(decode_pairs)(int code, const uint8_t *from, LANE *to, long apart) {
     const Words pairs = load_u16(from);
@@ -48,6 +49,42 @@ TARGET static void NAME(decode_values)(int code, const uint8_t *from, long size,
         for (long d = 0; d < size; d += LANES)
             NAME(decode_pairs)(code, from + (t * size + d) * 2, to + t * 2 / PAIR * size + d, size);
 }
+
+#else
+/* The bytes of the numbers from 0 on that codes stand for: the lower ones, and then the higher. */
+TARGET static void NAME(make_table)(int code, uint8_t table[2][128]) {
+    for (int first = 0; first < 128; first += LANES) {
+        uint32_t of[LANES];
+        for (int i = 0; i < LANES; i++)
+            of[i] = (uint32_t)(first + i + (code == AS_INT8 ? INT8_ZERO : 0));
+        store_32(of, as_words(NAME(decode)(code, load_32(of))));
+        for (int i = 0; i < LANES; i++) {
+            table[0][first + i] = (uint8_t)(of[i] >> 16);
+            table[1][first + i] = (uint8_t)(of[i] >> 24);
+        }
+    }
+}
+
+/* As decode_keys and decode_values, which lie alike: `count` codes by their table, 64 at once. */
+TARGET static void NAME(look_up_codes)(int code, uint8_t table[2][128], const uint8_t *from,
+                                       long count, LANE *to) {
+    const Words low[2] = {load_32(table[0]), load_32(table[0] + 64)},
+                high[2] = {load_32(table[1]), load_32(table[1] + 64)},
+                /* The first 32 codes go to the low half of each 128 bits. */
+                apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7),
+                sign = splat_word((int32_t)0x80808080u),
+                zero = code == AS_INT8 ? sign : splat_word(0);
+    for (long i = 0; i < count; i += 64, to += 2 * LANES) {
+        const Words codes = xor_words(_mm512_permutexvar_epi64(apart, load_32(from + i)), zero);
+        const Words at = code == AS_INT8 ? _mm512_abs_epi8(codes) : codes;
+        const Words lows = _mm512_permutex2var_epi8(low[0], at, low[1]),
+                    highs = or_words(_mm512_permutex2var_epi8(high[0], at, high[1]),
+                                     and_words(codes, sign));
+        store_32(to, _mm512_unpacklo_epi8(lows, highs));
+        store_32(to + LANES, _mm512_unpackhi_epi8(lows, highs));
+    }
+}
+#endif
 
 /* A scale for `size` elements: their greatest becomes the greatest code. */
 TARGET static float NAME(scale_of)(const ELEMENT *x, long size, float greatest) {

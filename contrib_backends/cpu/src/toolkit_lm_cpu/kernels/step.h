@@ -14,6 +14,7 @@
 #define TILE 16
 #define SPAN 256      /* keys; whole tiles */
 #define MANY 64       /* rows that share what is read of a span */
+#define FETCHED_TILES 4 /* tiles of a quantized cache that are prefetched before they are decoded */
 #define SEGMENT 128   /* tokens that one thread writes at a time */
 #define MOST_SIZE 512 /* of a head */
 #define LONG 65536    /* multiplications, and more, that are worth other threads */
