@@ -1,5 +1,4 @@
-"""A request's fields, and what usage tells, in OpenAI's APIs. Other vendors' APIs have no fields
-for them, as for other parameters of plugins."""
+"""A request's fields, and what usage tells, in OpenAI's APIs; the limits of other APIs."""
 
 from __future__ import annotations
 
@@ -57,6 +56,29 @@ async def test_each_api_takes_the_fields(app, path):
         assert answer.status_code == 200, answer.text
     answer = await post(app, path, **FIELDS, **BODIES[path], max_draft_tokens=-1)
     assert answer.status_code == 400 and "max_draft_tokens" in answer.text
+
+
+@pytest.mark.anyio
+async def test_ollamas_limit(app):
+    """The answer is the same with any limit. -1 is refused."""
+    body = {"model": "tiny", "prompt": TEXT, "raw": True, "stream": False}
+    answers = []
+    for extra in ({}, {"draft_num_predict": 0}, {"draft_num_predict": 2}):
+        options = {"temperature": 0, "num_predict": 40, **extra}
+        answer = await post(app, "/api/generate", **body, options=options)
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json()["response"])
+    assert answers[0] == answers[1] == answers[2]
+    answer = await post(app, "/api/generate", **body, options={"draft_num_predict": -1})
+    assert answer.status_code == 400 and "draft_num_predict" in answer.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("field", ["speculative.n_max", "speculative.n_min", "speculative.p_min"])
+async def test_llama_cpps_limits_are_refused_by_name(app, field):
+    answer = await post(app, "/v1/completions", **FIELDS, prompt=TEXT, **{field: 3})
+    assert answer.status_code == 400, answer.text
+    assert field in answer.text and "max_draft_tokens" in answer.text
 
 
 WEATHER = {

@@ -191,6 +191,8 @@ COMMON: Verdicts = {
     **refused("write the task into a message", "task"),
     **refused("use reasoning_effort", "reasoning"),
     # llama.cpp.
+    **refused("use max_draft_tokens", "speculative.n_max"),
+    **refused("use max_draft_tokens", "speculative.n_min speculative.p_min", 0),
     **refused("use temperature", "dynatemp_range", 0),
     **refused("use temperature", "dynatemp_exponent", 1, qualifies=["dynatemp_range"]),
     **refused("use min_p", "top_n_sigma", -1, 0),

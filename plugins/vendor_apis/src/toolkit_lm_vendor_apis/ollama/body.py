@@ -17,6 +17,7 @@ from toolkit_lm_vendor_apis.images import image_part
 _OPTIONS = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
+    "draft_num_predict": "max_draft_tokens",
     **{
         name: name
         for name in (
@@ -42,7 +43,7 @@ OPTIONS: Verdicts = {
         "it configures how Ollama runs a model; here the server's options do",
         "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv kv_cache_type logits_all "
         "vocab_only use_mmap use_mlock num_thread "
-        "num_keep embedding_only draft_num_predict",
+        "num_keep embedding_only",
     ),
     **refused("penalties cover the whole context (-1)", "repeat_last_n", -1, qualifies=_PENALTIES),
     **refused("penalties apply to all tokens", "penalize_newline", True),
