@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lora_adapters import FORMS, given
+from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import PartConformance
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "plugins" / "threads"))
@@ -96,6 +97,28 @@ def test_several_choices_beams_and_grammars(adapters):
             both = adapters.ask(llm, None, "all", **params)
             assert [given(one) for one in both] == alone
             assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_class_that_stores_rows_in_another_order(adapters, monkeypatch, ranks):
+    """Rows of gate and up, and the columns of down that go with them, turned round: the model
+    computes the same, and adapters of `up_proj` are turned, too. Columns are not found."""
+    load = LlamaForCausalLM.load_weights
+
+    def turning(model, weights):
+        turned = (
+            (name, tensor.flip(int("down_proj" in name)) if ".mlp." in name else tensor)
+            for name, tensor in weights
+        )
+        return load(model, turned)
+
+    monkeypatch.setattr(LlamaForCausalLM, "load_weights", turning)
+    own = {"plugins": [THREADS], "executor": "threads"} if ranks > 1 else {}
+    with adapters.llm(tensor_parallel_size=ranks, **own) as llm:
+        for name, found in zip((None, "regex"), adapters.ask(llm, None, "regex"), strict=True):
+            adapters.assert_is(found, name)
+        [found] = adapters.ask(llm, "layers")
+        assert "LlamaForCausalLM.load_weights stores its rows in another order" in found.error
 
 
 class TestLora(PartConformance):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import HeadLinear, LinearBase, LinearMethod, LowRank, Shard
+from toolkit_lm.model import HeadLinear, LinearBase, LinearMethod, LowRank
 from torch import Tensor, nn
 
 from toolkit_lm_lora.files import WEIGHTS, AdapterFolder
@@ -18,6 +18,7 @@ from toolkit_lm_lora.joining import Dora, Joining, Part, of_inputs, of_outputs, 
 from toolkit_lm_lora.method import Change
 from toolkit_lm_lora.modules import HIGH, LOW
 from toolkit_lm_lora.names import Names, Place
+from toolkit_lm_lora.row_order import RowOrder
 
 _PREFIX = "base_model.model."
 _SUFFIXES = (
@@ -73,6 +74,7 @@ class Reader:
             for module in model.modules()
             if isinstance(module, LinearBase)
         }
+        self.row_order = RowOrder(model, self.methods)
 
     def read(self, folder: AdapterFolder, max_rank: int) -> Adapter:
         """Raises CheckpointError for an adapter that does not fit the model, UnsupportedError for
@@ -83,7 +85,13 @@ class Reader:
                 f"the plugin lora is {max_rank}."
             )
         reading = Reading(
-            self._model, self._names, self._paths, self.methods, folder, self._is_first
+            self._model,
+            self._names,
+            self._paths,
+            self.methods,
+            folder,
+            self._is_first,
+            self.row_order,
         )
         reading.low_rank = self._low_rank
         return reading.read()
@@ -100,8 +108,11 @@ class Reading:
         methods: Mapping[str, LinearMethod],
         folder: AdapterFolder,
         is_first: bool,
+        row_order: RowOrder | None = None,
     ) -> None:
+        """`row_order`: None: all rows are in the checkpoint's order."""
         self._model: Any = model
+        self._row_order = row_order
         self._names = names
         self._paths = paths
         self._methods = methods
@@ -218,11 +229,11 @@ class Reading:
         self._pairs(module, tensors, place, ours)
         scaling = self._config.scaling(module)
         if (name := tensors.get("lora_B.bias")) is not None:
-            shift = self._vector(name, outputs, module, full) * scaling
+            shift = self._vector(name, outputs, module, place) * scaling
             ours.shift = self._once(shift, layer)
         for suffix in ("bias", "base_layer.bias"):
             if (name := tensors.get(suffix)) is not None:
-                shift = self._vector(name, outputs, module, full)
+                shift = self._vector(name, outputs, module, place)
                 if layer.bias is None:
                     raise self._error(name, f"{module!r} has no bias")
                 if self._keeps_all:
@@ -234,15 +245,15 @@ class Reading:
         if (name := tensors.get("lora_magnitude_vector")) is not None:
             if is_embedding:
                 raise UnsupportedError(f"{self._folder.path}: DoRA of the embedding {module!r}.")
-            ours.magnitude = self._vector(name, outputs, module, full)
+            ours.magnitude = self._vector(name, outputs, module, place)
         if (name := tensors.get("base_layer.weight")) is not None and not self._keeps_all:
-            self._same(name, module, outputs, layer, part, full)
+            self._same(name, module, outputs, place)
         if (name := tensors.get("weight")) is not None:
             if part is not None or not self._config.modules_to_save:
                 raise self._error(name, "modules_to_save does not have it, or not the whole layer")
             weight = get(name)
             self._expect(name, weight, (outputs, spec.inputs.full), module)
-            ours.weight = of_inputs(of_outputs(weight, full), layer)
+            ours.weight = of_inputs(self._rows(weight, place), layer)
         if (name := tensors.get("token_adapter.trainable_tokens_delta")) is not None:
             self._trained_tokens(name, module, layer)
 
@@ -272,7 +283,7 @@ class Reading:
                 size = spec.inputs.full
                 self._expect(of_low, low, (rank, outputs), f"rank {rank} of {module}")
                 self._expect(of_high, high, (size, rank), f"rank {rank} of {module}")
-                ours.low = of_outputs(low.T, full)
+                ours.low = self._rows(low.T, place)
                 ours.high = high * self._config.scaling(module)
                 continue
             if is_embedding:
@@ -281,28 +292,36 @@ class Reading:
             self._expect(of_low, low, (rank, inputs), f"rank {rank} of {module}")
             self._expect(of_high, high, (outputs, rank), f"rank {rank} of {module}")
             ours.low = of_inputs(low, layer)
-            ours.high = of_outputs(high.float() * self._config.scaling(module), full)
+            ours.high = self._rows(high.float() * self._config.scaling(module), place)
 
-    def _vector(self, name: str, outputs: int, module: str, full: Sequence[Shard]) -> Tensor:
+    def _vector(self, name: str, outputs: int, module: str, place: Place) -> Tensor:
         tensor = self._get(name).float()
         self._expect(name, tensor, (outputs,), module)
-        return of_outputs(tensor, full)
+        return self._rows(tensor, place)
+
+    def _rows(self, tensor: Tensor, place: Place) -> Tensor:
+        """This rank's rows of a tensor [outputs, ...], in the order of the layer's own."""
+        layer, part = place
+        if self._row_order is not None and (order := self._row_order.of(layer, part)) is not None:
+            return tensor[order]
+        outputs = layer.spec.outputs
+        return of_outputs(tensor, [*outputs] if part is None else [outputs[part]])
 
     def _same(
         self,
         name: str,
         module: str,
         outputs: int,
-        layer: LinearBase,
-        part: int | None,
-        full: Sequence[Shard],
+        place: Place,
     ) -> None:
         """Checks that a copy of the model's own weight is the model's."""
+        layer, part = place
+        full = [*layer.spec.outputs] if part is None else [layer.spec.outputs[part]]
         weight = self._get(name)
         self._expect(name, weight, (outputs, layer.spec.inputs.full), module)
         own = self._weight(layer, module)
         mine = own[span(layer, part)]
-        copy = of_inputs(of_outputs(weight, full), layer).to(mine.dtype)
+        copy = of_inputs(self._rows(weight, place), layer).to(mine.dtype)
         if len(full) == 1:
             # A vocabulary is padded.
             there = max(0, full[0].full - full[0].start)

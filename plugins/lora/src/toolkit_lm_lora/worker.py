@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -94,6 +94,9 @@ class LoraPart(StepPart):
         self._num_sampled = 0
         self._num_pooled = 0
         """Rows whose prompts end in the step, and that pool for one task; 0: for several."""
+
+    def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self._reader.row_order.weights = weights
 
     def facts(self) -> Raw:
         return Raw(msgpack.encode(Report([], {}, [])))
