@@ -22,6 +22,7 @@ from draft_heads import (
     start,
 )
 from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import PluginWarning
 from toolkit_lm_devkit import DraftModelConformance
 from toolkit_lm_drafters.eagle import EagleDrafter
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -184,3 +185,14 @@ def test_a_missing_head(target):
         start(target[1], "eagle")
     with pytest.raises(ConfigError, match=r"EAGLE head 'nowhere' and model .*neither a folder"):
         start(target[1], "eagle", ["model=nowhere"])
+
+
+def test_a_head_that_is_not_finite_is_dropped(target, tokens, tmp_path):
+    head = randomize(Eagle3(target[0]))
+    head.fc.weight.data.fill_(torch.nan)
+    path = save_head(head, tmp_path)
+    with (
+        pytest.warns(PluginWarning, match=r"eagle.*not finite.*is dropped"),
+        start(target[1], "eagle", [f"model={path}"]) as llm,
+    ):
+        assert generate(llm) == tokens
