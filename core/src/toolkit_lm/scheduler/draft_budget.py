@@ -36,7 +36,7 @@ _CALIBRATING = 4
 _LEAST_TRIED = 3
 """Steps with drafters before estimates alone end a try: the first verifies nothing."""
 _PROBED = 8
-"""Rows that the first steps of a try draft for at least."""
+"""Drafts that the first steps of a try verify at most."""
 _SHARE = 0.0075
 """Share of the time that tries may cost."""
 _MOST_DEBT = 3.0
@@ -286,9 +286,9 @@ class DraftBudget:
             )
         )
         # A row's gains fall, so that the best of all are the first of each row.
-        least = min(len(wanted), _PROBED) if self._num_tried < _LEAST_TRIED else 0
+        probed = min(len(wanted), _PROBED) if self._num_tried < _LEAST_TRIED else 0
         self.limits = dict.fromkeys(self.limits, 0)
-        for _, _, seq_id in ranked[: self._num_best(ranked, rows, least)]:
+        for _, _, seq_id in ranked[: probed or self._num_best(ranked, rows)]:
             self.limits[seq_id] += 1
         for seq_id, row in self.acceptance.rows.items():
             if not self.limits.get(seq_id):
@@ -301,16 +301,16 @@ class DraftBudget:
         self._is_trying = False
         self._left = num_steps
 
-    def _num_best(self, ranked: Collection[tuple[float, int, int]], rows: int, least: int) -> int:
-        """`least`: number of drafts that a try verifies at least."""
-        best = least
-        rate = 0.0 if least else rows / self.times.predict(rows, 0, plain=self._rests)
+    def _num_best(self, ranked: Collection[tuple[float, int, int]], rows: int) -> int:
+        """Number of the first drafts that give the most tokens per second."""
+        best = 0
+        rate = rows / self.times.predict(rows, 0, plain=self._rests)
         expected = float(rows)
         size = 0
         for count in _counts(len(ranked)):
             expected -= sum(negative for negative, _, _ in ranked[size:count])
             size = count
-            if count >= least and (found := expected / self.times.predict(rows, count)) > rate:
+            if count and (found := expected / self.times.predict(rows, count)) > rate:
                 best = count
                 rate = found
         return best
