@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -209,6 +210,7 @@ class Process:
             stderr=subprocess.DEVNULL,
             text=True,
             env=environ,
+            start_new_session=True,
         )
 
     def answer(self) -> Any:
@@ -223,13 +225,19 @@ class Process:
 
     def run(self, rows: int, tokens: int) -> tuple[float, bool]:
         assert self.process.stdin is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(json.dumps([rows, tokens]) + "\n")
         self.process.stdin.flush()
         seconds, right = self.answer()
+        self.pause()
         return seconds, right
 
+    def pause(self) -> None:
+        """Stops it while others have their turns."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
     def end(self) -> None:
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
