@@ -133,3 +133,20 @@ def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensProm
     if text is not None:
         parsed["prompt"] = text
     return parsed
+
+
+def check_count(values: Sequence[object], param: str, count: int) -> None:
+    """Raises RequestError unless there is one entry per prompt."""
+    if len(values) != count:
+        raise RequestError(
+            f"{param} has {len(values)} entries for {count} prompts: give one for each.", param
+        )
+
+
+def each_of(value: object, name: str, count: int) -> list[Any]:
+    """Returns one value for each of `count` requests. Raises RequestError for another number of
+    values."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    check_count(value, name, count)
+    return list(value)

@@ -19,8 +19,7 @@ from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.processing.validation import each_of
-from toolkit_lm.prompts import Conversation, Prompt, listed
+from toolkit_lm.prompts import Conversation, Prompt, each_of, listed
 from toolkit_lm.renderer import ConversationOptions
 from toolkit_lm.resolution.no_effect import without_effect_offline
 
@@ -112,7 +111,7 @@ class LLM(PoolingMixin):
         """
         many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(many))
-        contexts, others = self.engine.processor.parts.contexts(none, len(many))
+        contexts, others = self._contexts(none, len(many))
         if others:
             check_names(self.generate, others)
         priorities = each_of(0 if priority is None else priority, "priority", len(many))
@@ -146,7 +145,7 @@ class LLM(PoolingMixin):
         )
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        contexts, named = self.engine.processor.parts.contexts(
+        contexts, named = self._contexts(
             {name: value for name, value in render_options.items() if value not in (None, "auto")},
             len(conversations),
         )
@@ -164,6 +163,14 @@ class LLM(PoolingMixin):
                 check_names(self.chat, {error.param: named[error.param]}, only_near=True)
             raise
         return self._run(prepared, use_tqdm, progress)
+
+    def _contexts(
+        self, keywords: Mapping[str, Any], count: int
+    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """Returns what `RequestParts.contexts` does."""
+        if not keywords:
+            return [{} for _ in range(count)], {}
+        return self.engine.processor.parts.contexts(keywords, count)
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -13,7 +13,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import RequestOptions
-from toolkit_lm.processing.validation import each_of
+from toolkit_lm.prompts import each_of
 
 
 class RequestHalf:

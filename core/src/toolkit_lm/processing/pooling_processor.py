@@ -16,8 +16,8 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.limits import RequestLimits
 from toolkit_lm.processing.parts import RequestParts
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.processing.validation import check_count, check_options, check_token_ids
-from toolkit_lm.prompts import Prompt, TextPair
+from toolkit_lm.processing.validation import check_options, check_token_ids
+from toolkit_lm.prompts import Prompt, TextPair, check_count
 from toolkit_lm.renderer import RenderedText, Renderer
 
 _NO_INPUTS = "no loaded plugin reads the texts of pooling requests."

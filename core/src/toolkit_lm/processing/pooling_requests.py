@@ -9,7 +9,7 @@ from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.errors import RequestError
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.requests import PreparedRequest
-from toolkit_lm.processing.validation import check_count
+from toolkit_lm.prompts import check_count
 
 _OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
 """Names of the prompt parameter in errors that know only one prompt."""

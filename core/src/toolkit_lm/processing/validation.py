@@ -3,7 +3,7 @@ request is queued."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit_lm.config import LimitsConfig
@@ -15,15 +15,6 @@ from toolkit_lm.renderer import Renderer
 MAX_TIMEOUT = 10**9
 MAX_SALT_LENGTH = 1024
 MAX_CONTEXT_LENGTH = 16384
-
-
-def each_of(value: object, name: str, count: int) -> list[Any]:
-    """Returns one value for each of `count` requests. Raises RequestError for another number of
-    values."""
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    check_count(value, name, count)
-    return list(value)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -125,14 +116,6 @@ def prepare_processors(
         if arguments is not None:
             prepared[name] = dict(arguments)
     return prepared
-
-
-def check_count(values: Sequence[object], param: str, count: int) -> None:
-    """Raises RequestError unless there is one entry per prompt."""
-    if len(values) != count:
-        raise RequestError(
-            f"{param} has {len(values)} entries for {count} prompts: give one for each.", param
-        )
 
 
 def check_token_ids(
