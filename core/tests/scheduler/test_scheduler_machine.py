@@ -268,6 +268,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cost._seconds_per_token = (
             2 * blocks_per_token * self.scheduler.blocks.config.pools[0].block_bytes / 4e9
         )
+        if (budget := self.scheduler.draft_budget) is not None:
+            observe = budget.observe
+            budget.observe = lambda plan, count, _: observe(plan, count, 1 + plan.num_tokens / 8)
         self.messages: dict[str, EngineRequest] = {}
         self.outputs: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
