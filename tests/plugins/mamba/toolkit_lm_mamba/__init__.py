@@ -12,4 +12,6 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     # No position ends it.
-    models.add("MambaForCausalLM", "toolkit_lm_mamba.model:MambaForCausalLM", length_keys=())
+    models.add(
+        "MambaForCausalLM", "toolkit_lm_mamba.model:MambaForCausalLM", length_keys=(), override=True
+    )
