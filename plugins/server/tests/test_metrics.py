@@ -382,7 +382,7 @@ def test_the_names_of_vllm(metrics):
         "vllm:request_decode_time_seconds",
         "vllm:request_inference_time_seconds",
     }
-    assert len(VLLM_NAMES) == 30
+    assert len(VLLM_NAMES) == 31
 
 
 async def test_the_labels_of_vllm(engine, client_of):

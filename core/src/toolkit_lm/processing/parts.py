@@ -22,6 +22,8 @@ class RequestHalf:
 
     keywords: ClassVar[Sequence[str]] = ()
     """Keywords of `LLM.generate`, `LLM.chat` and of a request's options that the half has."""
+    plugins: Plugins
+    """The loaded plugins. Set after the constructor."""
 
     def __init__(self, config: VllmConfig, *, options: Any) -> None:
         """`config` is resolved. `options`: the plugin's own options, or None."""
@@ -35,7 +37,7 @@ class RequestHalf:
         Returns the request's data for the part, msgpack that becomes `request.inputs.parts[name]`
         (None: there is none). Also returns what keys and values of its tokens depend on because of
         it: `CacheKey(0, 1, x)` separates prefixes from the first token on. Raises ValueError for a
-        request that cannot be served. A RequestError may name the parameter.
+        request that cannot be served. A RequestError passes unchanged, and may name the parameter.
         """
         return None, []
 
@@ -57,6 +59,8 @@ class RequestParts:
             )
             for entry in plugins.parts.used("request", config)
         }
+        for half in self.by_name.values():
+            half.plugins = plugins
         self.prepares = any(
             type(half).prepare is not RequestHalf.prepare for half in self.by_name.values()
         )
@@ -99,9 +103,11 @@ class RequestParts:
             arguments = request.inputs.model_arguments.get(name, {})
             try:
                 share, keys = half.prepare(request, arguments)
+            except RequestError as error:
+                error.param = error.param or next(iter(arguments), None)
+                raise
             except ValueError as error:
-                param = getattr(error, "param", None) or next(iter(arguments), None)
-                raise RequestError(str(error), param) from error
+                raise RequestError(str(error), next(iter(arguments), None)) from error
             except Exception as error:
                 owner = self._registry.get(name).owner
                 failure = owner.failure(error, f"prepare() of part {name!r}")

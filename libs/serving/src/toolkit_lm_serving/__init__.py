@@ -6,3 +6,6 @@ has turns between clients.
 
 CLIENT = "client"
 """The key of the client's name in a request's context."""
+ADAPTERS = "adapters"
+"""The key, in a request's context, of patterns of the names of adapters that its client may use, a
+line each. Absent: all."""

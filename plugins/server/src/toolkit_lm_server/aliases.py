@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Unpack
 
 from toolkit_lm_serving.engine import ServingEngine
 
+from toolkit_lm_server.caller import CALLER
+
 if TYPE_CHECKING:
     from toolkit_lm.config import Task, VllmConfig
     from toolkit_lm.engine import EngineState
@@ -28,8 +30,9 @@ Answer = TypeVar("Answer")
 class Alias(NamedTuple):
     """What a name stands for, beside the model."""
 
-    root: str
-    """Where it is from, as /v1/models shows it."""
+    root: str | None
+    """Where it is from, as /v1/models shows it. None: that is not known before a request is
+    prepared, which may find that there is no such name."""
     context: Mapping[str, str]
     """Added to the context of each request, where a part reads it."""
 
@@ -45,7 +48,7 @@ class AliasSource(Protocol):
 
 
 class Aliases:
-    """The sources of names."""
+    """The sources of names. Each caller has those that its key may use."""
 
     def __init__(self) -> None:
         self._sources: list[AliasSource] = []
@@ -56,11 +59,14 @@ class Aliases:
 
     def find(self, name: str) -> Alias | None:
         """The alias that the first source has that knows the name."""
+        if not CALLER.get().may_use(name):
+            return None
         found = (source.find(name) for source in self._sources)
         return next((alias for alias in found if alias is not None), None)
 
     def names(self) -> list[str]:
-        return [name for source in self._sources for name in source.names()]
+        may_use = CALLER.get().may_use
+        return [name for source in self._sources for name in source.names() if may_use(name)]
 
 
 class AliasEngine:

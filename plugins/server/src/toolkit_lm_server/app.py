@@ -100,6 +100,7 @@ class About:
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
         assert self._metrics is not None
+        await self._metrics.ask()
         self._metrics.observe(self._readiness.engine)
         return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -155,6 +156,8 @@ class Served:
         model = self._models[name]
         config = model.config
         alias = None if name in self._models else self._aliases.find(name)
+        if alias is not None and alias.root is None:
+            raise self._models.unknown(name)
         return {
             "id": name,
             "object": "model",
@@ -222,7 +225,7 @@ def create_router(
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, serving)
-    add_plugin_routes(router, OpenAIApi(engines, chat, completions, options), route_kind)
+    add_plugin_routes(router, OpenAIApi(engines, chat, completions, options, metrics), route_kind)
     return router
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from typing import Any
 
 from msgspec import Struct
@@ -20,6 +21,8 @@ class Caller(Struct):
     """The client that takes turns with others: the name of its key, else its address."""
     key: str | None = None
     """The name of the client's API key; None where no client needs one."""
+    adapters: tuple[str, ...] | None = None
+    """Patterns of the names of adapters that the key may see and use. None: all."""
     unknown: Any = None
     """The body's unknown fields, as UnknownFields. None outside of a request, where a body must
     have none."""
@@ -29,6 +32,12 @@ class Caller(Struct):
     """The body may bring a chat template."""
     held: frozenset[str] = frozenset()
     """Identifiers of media items that the engine holds which asks a render server."""
+
+    def may_use(self, adapter: str) -> bool:
+        """Whether the client's key may see and use an adapter of that name."""
+        return self.adapters is None or any(
+            fnmatchcase(adapter, pattern) for pattern in self.adapters
+        )
 
 
 NOBODY = Caller()

@@ -34,11 +34,15 @@ class ByModel(dict[str | None, T]):
         if name is not None and (alias := self.aliases.find(name)) is not None:
             own = self[None]
             return own if self._under is None else cast(T, self._under(own, name, alias))
+        raise self.unknown(name)
+
+    def unknown(self, name: str | None) -> ApiError:
+        """The error of a name that no model has."""
         names = (*filter(None, self), *self.aliases.names())
         served = ", ".join(map(repr, names[:_MOST_NAMES]))
         if len(names) > _MOST_NAMES:
             served += f" and {len(names) - _MOST_NAMES} more"
-        raise ApiError(
+        return ApiError(
             404,
             f"The model {printable(name or '')!r} does not exist. This server has {served}.",
             param="model",

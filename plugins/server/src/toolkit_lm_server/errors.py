@@ -180,7 +180,10 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestError():
             param = "prompt" if error.param == "prompt_token_ids" else error.param
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-            return ApiError(400, str(error), param=param, code=code)
+            status = getattr(error, "http_status", 400)
+            code = getattr(error, "code", code)
+            again = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+            return ApiError(status, str(error), param=param, code=code, headers=again)
         case RequestValidationError():
             return _validation_error(error.errors())
         case HTTPException():

@@ -55,6 +55,7 @@ VLLM_NAMES = {
     "request_sequences": VllmName("request_params_n"),
     "request_max_tokens": VllmName("request_params_max_tokens"),
     "request_preemptions": VllmName("request_num_preemptions"),
+    "lora_requests_info": VllmName("lora_requests_info"),
     "kv_cache_info": VllmName(
         "cache_config_info",
         {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter as Tally, defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from toolkit_lm.config import VllmConfig
     from toolkit_lm.kv import KVCacheConfig
 
+logger = logging.getLogger(__name__)
+_ASKED_SECONDS = 1.0
+"""Most seconds that figures of plugins may take."""
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _STATUSES = ("starting", "ready", "stalled", "restarting", "dead", "closed")
@@ -68,6 +73,9 @@ class Metrics:
         """The latest load of each engine."""
         self.tap: Callable[[Event], object] | None = None
         """A function that is called with each event, in the event's thread. It must not fail."""
+        self.sources: list[Callable[[], Awaitable[object]]] = []
+        """Functions of plugins that are awaited before figures are told. They bring the plugin's
+        own figures in `registry` up to date."""
         self._names = names
         self._steps: defaultdict[int, LastStep] = defaultdict(LastStep)
         """The last step of each engine."""
@@ -135,6 +143,15 @@ class Metrics:
         if max_tokens is not None:
             for _ in range(num_prompts):
                 self._figures.max_tokens.observe(max_tokens)
+
+    async def ask(self) -> None:
+        """Has plugins bring their figures up to date. One that takes too long, or fails, leaves
+        them as they are."""
+        for source in self.sources:
+            try:
+                await asyncio.wait_for(source(), _ASKED_SECONDS)
+            except Exception as error:
+                logger.warning("figures of a plugin are not up to date: %r", error)
 
     def observe(self, engine: Watched) -> None:
         """Reads figures of the engine that no event tells."""

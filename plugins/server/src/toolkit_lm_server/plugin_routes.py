@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit_lm_server.chat import Chat
     from toolkit_lm_server.completions import Completions
     from toolkit_lm_server.engines import Engines
+    from toolkit_lm_server.metrics import Metrics
     from toolkit_lm_server.options import ServerOptions
 
 HOOK = "toolkit_register_routes"
@@ -41,6 +42,8 @@ class OpenAIApi:
     chat: Chat
     completions: Completions
     options: ServerOptions
+    metrics: Metrics | None = None
+    """The server's figures; None: it has none."""
 
 
 def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
-from toolkit_lm_serving import CLIENT
+from toolkit_lm_serving import ADAPTERS, CLIENT
 
 from toolkit_lm_server.caller import CALLER, KEY, Caller
 from toolkit_lm_server.errors import (
@@ -154,6 +154,7 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
             account = route.keys.find(authorization(request.headers))
             caller = caller_of(request)
             caller.key = caller.client = account.name
+            caller.adapters = account.adapters
         if (ready := route.readiness) is not None:
             if ready.draining or ready.engine.health().status != "ready":
                 raise ready.refusal()
@@ -253,6 +254,8 @@ def request_context(request: Request) -> dict[str, str]:
     caller = caller_of(request)
     route = getattr(request.scope.get("route"), "path", request.url.path)
     context = {"route": route, "request_id": caller.request_id, CLIENT: caller.client}
+    if caller.adapters is not None:
+        context[ADAPTERS] = "\n".join(caller.adapters)
     for name, most in _TRACE.items():
         value = request.headers.get(name, "")
         if 0 < len(value) <= most and value.isascii() and value.isprintable():

@@ -29,6 +29,9 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delay the next one."""
     max_sequences: Limit = None
     """Sequences at a time, which are prompts x n."""
+    adapters: tuple[Annotated[str, Meta(min_length=1, pattern=r"^[^\n]+$")], ...] | None = None
+    """Patterns of the names of adapters that the key may see and use, as fnmatch has them. None:
+    all."""
 
 
 class _Bucket:
@@ -55,6 +58,8 @@ class Account:
 
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self.name = key.name
+        self.adapters = key.adapters
+        """Patterns as in ApiKey."""
         self._key = key
         self._clock = clock
         self._num_sequences = 0
