@@ -426,6 +426,9 @@ def test_the_flags_in_the_guides_exist():
         "--shard-gib",
         "--text",
         "--window",
+        # Those of adapters.
+        "--lora-dir",
+        "--lora-pin",
     }
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from safetensors.torch import save_file
 from starlette.testclient import TestClient
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app, create_router
@@ -83,6 +87,8 @@ OPEN = {
     ("POST", "/ping"),
 }
 """Routes that look at nothing of a request."""
+ADAPTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose bodies may name an adapter beside the model."""
 NOT_SERVED = ("/classify", "/infill")
 """Routes that neither engine serves: their good body is refused too."""
 NOTHING_MISSING = ("/api/chat", "/api/generate", "/api/show")
@@ -462,3 +468,68 @@ def test_what_costs_too_much_is_refused(stingy, path):
         assert response.status_code == (400 if path in NOT_SERVED else 200)
     else:
         assert response.status_code == 400 and "(max_request_cost)" in response.text
+
+
+def save_adapter(folder: Path, config: dict[str, Any]) -> None:
+    """An adapter of one layer."""
+    size = config["hidden_size"]
+    outputs = config["num_attention_heads"] * config.get(
+        "head_dim", size // config["num_attention_heads"]
+    )
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(2, size), name.format("B"): torch.ones(outputs, 2)}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 2, "target_modules": [], "lora_alpha": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+
+
+@pytest.fixture(scope="module")
+def tenants(engines, tmp_path_factory) -> Iterator[Server]:
+    """An engine with two adapters, each of which one key may have."""
+    folder = tmp_path_factory.mktemp("tenants")
+    for name in ("zita", "his"):
+        save_adapter(folder / "adapters" / name, engines["generate"].config.hf_config)
+    keys = [{"name": name, "key": name, "adapters": [name]} for name in ("zita", "his")]
+    (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
+    config = VllmConfig.make(
+        model="tiny",
+        plugin_option={"lora": {"folder": str(folder / "adapters")}},
+        **SMALL,
+    )
+    engine = AsyncLLM(config)
+    both = {"generate": engine, "pooling": engines["pooling"]}
+    yield from entered(Server(both, api_keys_file=str(folder / "keys.yaml")))
+    engine.close()
+
+
+def test_keys_have_no_adapters_of_others(tenants):
+    """Another key's adapter is as one that there is not: used, loaded, unloaded and listed."""
+    his = {"authorization": "Bearer his"}
+    listed = tenants.send_once("/v1/models", "GET", headers=his)[0].json()["data"]
+    assert [one["id"] for one in listed] == ["tiny", "his"]
+
+    def ask(path: str, body: dict[str, Any]) -> tuple[int, str]:
+        answer, _ = tenants.send_once(path, json=body, headers=his)
+        return answer.status_code, answer.text
+
+    asked = [(path, "model", body) for path, body in GENERATED.items() if path != "/infill"]
+    asked += [(path, "adapter", body) for path, body in GENERATED.items() if path in ADAPTED]
+    for path, field, body in asked:
+        assert ask(path, {**body, field: "his"})[0] == 200, path
+        other, absent = (ask(path, {**body, field: name}) for name in ("zita", "none"))
+        assert other[0] == 404 and other[1].count("zita") == 1, (path, field, other)
+        assert other[1].replace("zita", "none") == absent[1], path
+    load = {"lora_name": "his", "lora_path": "zita"}
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+        for name, folder in (("his", "zita"), ("zita", "zita"), ("zita", "his")):
+            assert ask(path, {**load, "lora_name": name, "lora_path": folder})[0] == 400
+    for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+        other, absent = (ask(path, {"lora_name": name}) for name in ("zita", "none"))
+        assert other[0] == absent[0] == 404
+    assert ask("/v1/completions", {"prompt": "a", "max_tokens": 2, "model": "his"})[0] == 200
+    her = {"authorization": "Bearer zita"}
+    body = {**GENERATED["/v1/completions"], "model": "zita"}
+    assert tenants.send_once("/v1/completions", json=body, headers=her)[0].status_code == 200
+    figures = tenants.send_once("/metrics", "GET", headers=his)[0].text
+    assert "zita" not in figures

@@ -3,18 +3,25 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from toolkit_lm.param_spec import ProcessorParams, param
-from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
+from toolkit_lm.plugin import EventListener, LogitsProcessorRegistry, PartRegistry, hookimpl
+
+from toolkit_lm_lora import hookspecs
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm_commands import CommandRegistry
+    from toolkit_lm.config import VllmConfig
+    from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
     from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
+
+    from toolkit_lm_lora.resolvers import AdapterResolverRegistry
 
 
 class Options(Struct, frozen=True):
@@ -35,6 +42,13 @@ class Options(Struct, frozen=True):
     host_gib: Annotated[float, Meta(gt=0)] = 4.0
     """Most GiB of adapters that each worker keeps in memory, beside those that requests run
     with."""
+    device_gib: Annotated[float, Meta(gt=0)] | None = None
+    """Most GiB of the adapters that a step may have rows of. None: no bound but max_adapters."""
+    max_file_gib: Annotated[float, Meta(gt=0)] = 16.0
+    """Most GiB of an adapter's file of weights. A larger one is refused before it is read."""
+    pinned: list[str] | str = []
+    """Names of adapters that stay in memory once they are read: a list; also in JSON, or with
+    commas."""
     max_wait_seconds: Annotated[float, Meta(ge=0)] = 0.5
     """Seconds after which a waiting adapter makes others give way."""
 
@@ -54,6 +68,29 @@ class LoraParams(ProcessorParams):
         if not is_enabled(renderer.config):
             raise refusal("adapters" if self.adapter is None else "adapter")
         return super().prepare(renderer)
+
+
+@hookimpl
+def toolkit_register_hookspecs() -> ModuleType:
+    return hookspecs
+
+
+@hookimpl
+def toolkit_register_adapter_resolvers(resolvers: AdapterResolverRegistry) -> None:
+    resolvers.add("folder", "toolkit_lm_lora.resolvers:FolderResolver")
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
+    flag_names.add("lora", "toolkit_lm_lora.flags:translate_flags")
+
+
+@hookimpl
+def toolkit_watch(config: VllmConfig) -> EventListener | None:
+    from toolkit_lm_lora.enabled import is_enabled
+    from toolkit_lm_lora.usage import UsageListener
+
+    return UsageListener() if is_enabled(config) else None
 
 
 @hookimpl
@@ -78,10 +115,12 @@ def toolkit_register_parts(parts: PartRegistry) -> None:
 
 
 @hookimpl(optionalhook=True)
-def toolkit_register_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
+def toolkit_register_routes(
+    router: APIRouter, engine: ServingEngine, api: OpenAIApi
+) -> Callable[[], AbstractAsyncContextManager[object]] | None:
     from toolkit_lm_lora.routes import add_routes
 
-    add_routes(router, engine, api)
+    return add_routes(router, engine, api)
 
 
 @hookimpl(optionalhook=True)

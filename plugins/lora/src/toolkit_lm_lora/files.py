@@ -19,6 +19,8 @@ from toolkit_lm.errors import CheckpointError, in_plain_words
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_MOST_CONFIG = 16 << 20
+"""Most bytes of adapter_config.json."""
 _MOST_HEADER = 64 << 20
 """Most bytes of a safetensors header."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -123,9 +125,11 @@ class TensorInfo(Struct):
 class AdapterFolder:
     """A folder with an adapter. Its files are checked as far as they can be without the model."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises CheckpointError for a folder that holds no adapter that can be run."""
+    def __init__(self, path: str | Path, most_bytes: int | None = None) -> None:
+        """`most_bytes`: largest file of weights; None: any. Raises CheckpointError for a folder
+        that holds no adapter that can be run."""
         self.path = Path(path)
+        self._most_bytes = most_bytes
         if not self.path.is_dir():
             raise CheckpointError(f"adapter {str(path)!r}: there is no such folder.")
         self.config = self._read_config()
@@ -168,12 +172,15 @@ class AdapterFolder:
     def _read_config(self) -> AdapterConfig:
         path = self.path / CONFIG
         try:
-            contents = path.read_bytes()
+            with path.open("rb") as file:
+                contents = file.read(_MOST_CONFIG + 1)
         except OSError as error:
             raise CheckpointError(
                 f"adapter {str(self.path)!r}: {CONFIG} cannot be read: {error.strerror}. An "
                 f"adapter is a folder with {CONFIG} and {WEIGHTS}, as PEFT saves it."
             ) from error
+        if len(contents) > _MOST_CONFIG:
+            raise CheckpointError(f"{path} has more than {_MOST_CONFIG >> 20} MiB.")
         try:
             raw: dict[str, Any] = msgspec.json.decode(contents, type=dict)
             config = msgspec.convert(raw, AdapterConfig)
@@ -232,6 +239,11 @@ class AdapterFolder:
             )
             raise CheckpointError(f"adapter {str(self.path)!r}: {why}")
         size = path.stat().st_size
+        if self._most_bytes is not None and size > self._most_bytes:
+            raise CheckpointError(
+                f"{path} has {size / 2**30:.3f} GiB, and the option max_file_gib of the plugin "
+                f"lora is {self._most_bytes / 2**30:g}."
+            )
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,18 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
+from toolkit_lm_serving import ADAPTERS
 
 from toolkit_lm_lora.enabled import KEYWORDS
-from toolkit_lm_lora.files import CONFIG, AdapterFolder
+from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.resolvers import (
+    AdapterResolver,
+    AdapterResolverRegistry,
+    ResolverError,
+    UnknownAdapterError,
+)
 from toolkit_lm_lora.share import Use
+from toolkit_lm_lora.usage import Usage
 
 ADAPTER = "lora.adapter"
 """Key of a request's context: the name of its adapter, which was given as the model."""
@@ -34,18 +44,29 @@ class LoRARequest(Struct, kw_only=False):
 class Registered:
     """An adapter under a name. Its files are read when it is first used."""
 
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(
+        self, name: str, path: str, *, most_bytes: int | None = None, pinned: bool = False
+    ) -> None:
+        """`most_bytes`: largest file of weights; None: any. `pinned`: it stays in memory once it is
+        read."""
         self.name = name
         self.path = path
+        self.pinned = pinned
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._folder: AdapterFolder | None = None
+
+    @property
+    def known_digest(self) -> str | None:
+        """Its digest; None: its files were not read yet."""
+        return None if self._folder is None else self._folder.digest
 
     @property
     def folder(self) -> AdapterFolder:
         """Its files, with their digest. Raises CheckpointError."""
         with self._lock:
             if self._folder is None:
-                folder = AdapterFolder(self.path)
+                folder = AdapterFolder(self.path, self._most_bytes)
                 _ = folder.digest
                 self._folder = folder
             return self._folder
@@ -61,21 +82,22 @@ class LoraRequests(RequestHalf):
         self.options = options
         self.adapters: dict[str, Registered] = {}
         """By name."""
+        self.usage = Usage()
+        self._config = config
         self._served = {config.model.model, *config.served_model_names}
+        self._pinned = frozenset(_listed(options.pinned))
+        self._most_bytes = int(options.max_file_gib * 2**30)
+        self._unloaded: frozenset[str] = frozenset()
+        """Names that resolvers are not asked for, since they were unloaded."""
+        self._locks: dict[str, threading.Lock] = {}
+        """By name that is being resolved."""
         for entry in _listed(options.modules):
             name, found, path = entry.partition("=")
             if not found or not name or not path:
                 raise ConfigError(f"plugin lora: option modules: {entry!r} is not NAME=PATH.")
             self.register(name, path)
-        if options.folder is not None:
-            folder = Path(options.folder)
-            if not folder.is_dir():
-                raise ConfigError(f"plugin lora: option folder: there is no folder {folder}.")
-            for config_file in sorted(folder.glob("[!.]*/adapter_config.json")):
-                found_folder = config_file.parent
-                self.adapters.setdefault(
-                    found_folder.name, Registered(found_folder.name, str(found_folder))
-                )
+        if options.folder is not None and not Path(options.folder).is_dir():
+            raise ConfigError(f"plugin lora: option folder: there is no folder {options.folder}.")
 
     def register(self, name: str, path: str) -> Registered:
         """Adds an adapter, or puts it in the place of the one with its name. Raises ConfigError for
@@ -87,39 +109,97 @@ class LoraRequests(RequestHalf):
     def add(self, made: Registered) -> None:
         """Adds an adapter, or puts it in the place of the one with its name."""
         self.adapters = {**self.adapters, made.name: made}
+        self._unloaded -= {made.name}
+
+    @cached_property
+    def resolvers(self) -> dict[str, AdapterResolver]:
+        """The adapter resolvers of all plugins, by name. The names that they know are registered.
+        Raises PluginError, and ConfigError."""
+        registry = self.plugins.brought_registry(AdapterResolverRegistry)
+        made: dict[str, AdapterResolver] = {
+            entry.key: registry.make(
+                entry.key, self._config, options=self.plugins.options(entry.plugin)
+            )
+            for entry in registry.entries()
+        }
+        known: dict[str, Registered] = {}
+        for resolver in made.values():
+            for name in resolver.names():
+                if name in self._served or name in known:
+                    continue
+                if (path := resolver.resolve(name)) is not None:
+                    known[name] = self._registered(name, str(path))
+        self.adapters = {**known, **self.adapters}
+        return made
+
+    def may_have(self, name: str) -> Registered | bool:
+        """The adapter of that name, if it is registered. Otherwise whether a resolver may find
+        it: quickly."""
+        if (known := self.adapters.get(name)) is not None:
+            return known
+        if name in self._served or name in self._unloaded:
+            return False
+        return any(resolver.may_have(name) for resolver in self.resolvers.values())
 
     def resolve(self, name: str) -> Registered | None:
-        """The adapter of that name; None: there is none. One that came into the folder of the
-        options meanwhile is registered."""
-        known = self.adapters.get(name)
-        folder = self.options.folder
-        if known is None and folder is not None and name[:1] not in ("", "."):
-            path = Path(folder) / name
-            if (
-                name not in self._served
-                and path.parent == Path(folder)
-                and (path / CONFIG).is_file()
-            ):
-                known = self.register(name, str(path))
-        return known
+        """The adapter of that name; None: there is none. What a resolver finds is registered. It
+        may wait for one. Raises ResolverError."""
+        if (known := self.adapters.get(name)) is not None:
+            return known
+        if name in self._served or name in self._unloaded:
+            return None
+        with self._locks.setdefault(name, threading.Lock()):
+            try:
+                known = self.adapters.get(name)
+                return self._resolved(name) if known is None else known
+            finally:
+                self._locks.pop(name, None)
 
-    def made(self, name: str, path: str) -> Registered:
+    def _resolved(self, name: str) -> Registered | None:
+        for key, resolver in self.resolvers.items():
+            try:
+                if (path := resolver.resolve(name)) is not None:
+                    return self.register(name, str(path))
+            except RequestError:
+                raise
+            except Exception as error:
+                raise ResolverError(
+                    f"adapter {name!r}: the adapter resolver {key!r} has failed: "
+                    f"{type(error).__name__}: {error}",
+                    "adapter",
+                ) from error
+        return None
+
+    def _registered(self, name: str, path: str, *, pinned: bool = False) -> Registered:
+        pinned = pinned or name in self._pinned
+        return Registered(name, path, most_bytes=self._most_bytes, pinned=pinned)
+
+    def made(self, name: str, path: str, *, pinned: bool = False) -> Registered:
         """An adapter that is not registered yet. Raises ConfigError as `register` does."""
         if name in self._served:
             raise ConfigError(f"adapter {name!r}: the model has this name.")
         if not Path(path).is_dir():
             raise ConfigError(f"adapter {name!r}: there is no folder {path!r}.")
-        return Registered(name, path)
+        return self._registered(name, path, pinned=pinned)
 
-    def unregister(self, name: str) -> None:
-        """Forgets a name. Requests that run go on. Raises RequestError for an unknown one."""
-        self._find(name, "lora_name")
-        self.adapters = {key: known for key, known in self.adapters.items() if key != name}
+    def unregister(self, name: str) -> Registered:
+        """Forgets a name, for resolvers too. Requests that run go on. Raises KeyError for an
+        unknown one."""
+        known = self.adapters[name]
+        self._unloaded |= {name}
+        self.adapters = {key: other for key, other in self.adapters.items() if key != name}
+        return known
 
-    def _find(self, name: str, param: str) -> Registered:
-        if (known := self.resolve(name)) is None:
-            near = nearest(name, self.adapters)
-            raise RequestError(f"there is no adapter {name!r}. {near}", param)
+    def _find(self, name: str, allowed: Collection[str] | None) -> Registered:
+        """`allowed`: patterns of the names that the client may use; None: all."""
+
+        def may_use(name: str) -> bool:
+            return allowed is None or any(fnmatchcase(name, pattern) for pattern in allowed)
+
+        known = self.resolve(name) if may_use(name) else None
+        if known is None:
+            near = nearest(name, filter(may_use, self.adapters))
+            raise UnknownAdapterError(f"there is no adapter {name!r}. {near}", "adapter")
         return known
 
     def keyword(self, name: str, value: Any) -> Mapping[str, str]:
@@ -148,14 +228,22 @@ class LoraRequests(RequestHalf):
             if name in wanted:
                 raise RequestError(f"adapters: {name!r} is there twice.", "adapters")
             wanted[name] = scale
+        if not wanted:
+            return None, []
+        patterns = request.context.get(ADAPTERS)
+        allowed = None if patterns is None else patterns.split("\n")
+        known = {name: self._find(name, allowed) for name in wanted}
         token_ids = request.prompt_token_ids
-        found = [self._use(name, scale, token_ids) for name, scale in wanted.items() if scale]
+        found = [
+            self._use(known[name], scale, token_ids) for name, scale in wanted.items() if scale
+        ]
         uses = [use for use in found if use is not None]
         if not uses:
             return None, []
         # Two names may be one adapter.
         if len({use.digest for use in uses}) < len(uses):
             raise RequestError("adapters: two of them are the same.", "adapters")
+        request.context = {**request.context, **self.usage.context(uses)}
         keys = []
         for start in sorted({use.start for use in uses}):
             names = sorted(f"{use.digest}*{use.scale}" for use in uses if use.start == start)
@@ -174,9 +262,9 @@ class LoraRequests(RequestHalf):
             raise RequestError("adapters: scale must be a number from -100 to 100.", "adapters")
         return entry["name"], float(scale)
 
-    def _use(self, name: str, scale: float, token_ids: Sequence[int]) -> Use | None:
+    def _use(self, registered: Registered, scale: float, token_ids: Sequence[int]) -> Use | None:
         """None: an aLoRA that the prompt does not invoke."""
-        registered = self._find(name, "adapter")
+        name = registered.name
         try:
             folder = registered.folder
         except (CheckpointError, OSError) as error:
@@ -188,14 +276,16 @@ class LoraRequests(RequestHalf):
                 "adapters",
             )
         start = folder.config.first_token(token_ids)
-        return None if start is None else Use(folder.digest, scale, name, str(folder.path), start)
+        if start is None:
+            return None
+        return Use(folder.digest, scale, name, str(folder.path), start, registered.pinned)
 
 
 def _listed(modules: list[str] | str) -> list[str]:
     if not isinstance(modules, str):
         return modules
     if not modules.startswith("["):
-        return [entry.strip() for entry in modules.split(",")]
+        return [entry.strip() for entry in modules.split(",")] if modules else []
     try:
         return msgspec.json.decode(modules, type=list[str])
     except msgspec.MsgspecError as error:

@@ -22,14 +22,20 @@ class LoraPlanner(Planner):
 
     def __init__(self, config: VllmConfig, facts: Raw, *, options: Any) -> None:
         self._most = options.max_adapters
+        gib = options.device_gib
+        self._most_bytes = None if gib is None else int(gib * 2**30)
         self._patience = options.max_wait_seconds
-        self._held: set[str] = set()
+        self._held: dict[str, int] = {}
+        """By digest, bytes of the adapters in the workers' memory."""
         self._failed: dict[str, str] = {}
-        self._asked: dict[str, str] = {}
-        """By digest, the path of adapters that are being read."""
-        self._to_load: dict[str, str] = {}
+        self._asked: dict[str, tuple[str, bool]] = {}
+        """By digest, path and whether it is pinned, of adapters that are being read."""
+        self._to_load: dict[str, tuple[str, bool]] = {}
+        """By digest, path and whether it is pinned."""
         self._active: dict[str, None] = {}
         """Digests, the longest unused first."""
+        self._unwanted: list[str] = []
+        """Digests of adapters to deactivate as soon as no request runs with them."""
         self._changes = Order([], [], [])
         self._users: dict[str, tuple[str, ...]] = {}
         """By request that runs, its adapters."""
@@ -62,14 +68,21 @@ class LoraPlanner(Planner):
                 raise ValueError(f"adapter {use.name!r}: {self._failed.pop(use.digest)}")
             if use.digest not in self._held:
                 if use.digest not in self._asked:
-                    self._asked[use.digest] = self._to_load[use.digest] = use.path
+                    self._asked[use.digest] = use.path, use.pinned
+                    self._to_load[use.digest] = use.path, use.pinned
                 reading = f"{use.name} is being read"
         if reading is not None:
             return reading
         mine = {use.digest for use in uses}
+        size = self._size(mine)
+        if self._most_bytes is not None and size > self._most_bytes:
+            raise ValueError(
+                f"the request's adapters take {size / 2**30:.3f} GiB, and those of a step may take "
+                f"{self._most_bytes / 2**30:g}: raise the option device_gib of the plugin lora"
+            )
         missing = [use for use in uses if use.digest not in self._active]
         if missing:
-            if not self._make_room(mine, len(missing)):
+            if not self._make_room(mine, {use.digest for use in missing}):
                 for use in missing:
                     since = self._waiting.setdefault(use.digest, {})
                     since.setdefault(request.request_id, time.monotonic())
@@ -81,20 +94,34 @@ class LoraPlanner(Planner):
             return f"{uses[0].name} gives way to {first}"
         return None
 
-    def _make_room(self, mine: set[str], count: int) -> bool:
-        """Deactivates adapters without users for `count` others."""
+    def _size(self, digests: Iterable[str]) -> int:
+        return sum(self._held.get(digest, 0) for digest in digests)
+
+    def _make_room(self, mine: set[str], missing: set[str]) -> bool:
+        """Deactivates adapters without users for the missing ones of `mine`."""
         idle = [
             digest for digest in self._active if not self._count.get(digest) and digest not in mine
         ]
-        short = len(self._active) + count - self._most
-        if short > len(idle):
+        left = len(self._active) + len(missing)
+        size = self._size(self._active) + self._size(missing)
+        gone = []
+        for digest in idle:
+            if left <= self._most and (self._most_bytes is None or size <= self._most_bytes):
+                break
+            left -= 1
+            size -= self._size([digest])
+            gone.append(digest)
+        if left > self._most or (self._most_bytes is not None and size > self._most_bytes):
             return False
-        for digest in idle[: max(0, short)]:
-            del self._active[digest]
-            if digest in self._changes.activate:
-                self._changes.activate.remove(digest)
-            self._changes.deactivate.append(digest)
+        for digest in gone:
+            self._deactivate(digest)
         return True
+
+    def _deactivate(self, digest: str) -> None:
+        del self._active[digest]
+        if digest in self._changes.activate:
+            self._changes.activate.remove(digest)
+        self._changes.deactivate.append(digest)
 
     def _gives_way(self, mine: set[str], request: Request) -> str | None:
         """The adapter that has waited too long, if one of `mine` makes room for it."""
@@ -138,8 +165,11 @@ class LoraPlanner(Planner):
 
     def end_step(self) -> Raw | None:
         load, self._to_load = self._to_load, {}
+        for digest in self._unwanted:
+            if digest in self._active and not self._count.get(digest):
+                self._deactivate(digest)
         changes, self._changes = self._changes, Order([], [], [])
-        changes.load = [*load.items()]
+        changes.load = [(digest, *asked) for digest, asked in load.items()]
         if not (changes.load or changes.activate or changes.deactivate):
             return None
         # In order: what was deactivated and activated again is active.
@@ -151,7 +181,8 @@ class LoraPlanner(Planner):
 
     def update(self, result: Raw) -> None:
         report = msgpack.decode(result, type=Report)
-        self._held = {*report.held}
+        self._held = report.held
+        self._unwanted = report.unwanted
         for digest in [*self._asked]:
             if digest in report.failed:
                 self._failed[digest] = report.failed[digest]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
-from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, ToolkitError, nearest
 from toolkit_lm_server.aliases import Alias
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError
 
-from toolkit_lm_lora.front import ADAPTER, LoraRequests
+from toolkit_lm_lora.front import ADAPTER, LoraRequests, Registered
+from toolkit_lm_lora.metrics import LoraFigures
+from toolkit_lm_lora.resolvers import contains
 from toolkit_lm_lora.share import Reading
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
 
 _POLL_SECONDS = 0.01
+_DRAIN_POLL_SECONDS = 0.1
 
 
 class LoadBody(BaseModel):
@@ -31,6 +36,7 @@ class LoadBody(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    pin: bool = False
 
 
 class UnloadBody(BaseModel):
@@ -41,6 +47,22 @@ class UnloadBody(BaseModel):
     lora_int_id: int | None = None
 
 
+class SglangLoadBody(BaseModel):
+    """Body of /load_lora_adapter."""
+
+    model_config = {"extra": "forbid"}
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+
+
+class SglangUnloadBody(BaseModel):
+    """Body of /unload_lora_adapter."""
+
+    model_config = {"extra": "forbid"}
+    lora_name: str
+
+
 class AdapterNames:
     """The adapters as names of the model."""
 
@@ -48,49 +70,64 @@ class AdapterNames:
         self._requests = requests
 
     def find(self, name: str) -> Alias | None:
-        known = self._requests.resolve(name)
-        return None if known is None else Alias(known.path, {ADAPTER: name})
+        known = self._requests.may_have(name)
+        if not known:
+            return None
+        # A resolver finds it when a request is prepared.
+        return Alias(known.path if isinstance(known, Registered) else None, {ADAPTER: name})
 
     def names(self) -> Iterable[str]:
         return list(self._requests.adapters)
 
 
 class AdapterRoutes:
-    """Handlers that load and unload adapters, for operators."""
+    """Handlers that load and unload adapters, for operators. A key that is limited to some adapters
+    loads and unloads no others."""
 
     def __init__(self, engine: ServingEngine, requests: LoraRequests) -> None:
         self._engine = engine
         self._requests = requests
         self._lock = asyncio.Lock()
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def load(self, body: LoadBody) -> PlainTextResponse:
         """Registers an adapter, once all workers have read it."""
+        name = body.lora_name
+        if not CALLER.get().may_use(name):
+            raise ApiError(400, f"The key may not have an adapter {name!r}.", param="lora_name")
         async with self._lock:
-            known = body.lora_name in self._requests.adapters
-            if known and not body.load_inplace:
+            known = self._requests.adapters.get(name)
+            if known is not None and not body.load_inplace:
                 raise ApiError(
                     400,
-                    f"The adapter {body.lora_name!r} is loaded. Give load_inplace to replace it.",
+                    f"The adapter {name!r} is loaded. Give load_inplace to replace it.",
                     param="lora_name",
                 )
             try:
-                made = self._requests.made(body.lora_name, self._contained(body.lora_path))
+                path = await asyncio.to_thread(self._contained, name, body.lora_path)
+                made = self._requests.made(name, path, pinned=body.pin)
                 folder = await asyncio.to_thread(lambda: made.folder)
             except (CheckpointError, ConfigError, OSError) as error:
                 raise RequestError(str(error), "lora_path") from error
-            reading = Reading(folder.digest, str(folder.path))
-            while True:
-                answers = await self._engine.call_workers("lora.read", reading, list[str])
-                if wrong := next((why for state, why in answers if state == "failed"), None):
-                    raise RequestError(f"adapter {body.lora_name!r}: {wrong}", "lora_path")
-                if all(state == "read" for state, _ in answers):
-                    break
-                await asyncio.sleep(_POLL_SECONDS)
+            await self._read(name, Reading(folder.digest, str(folder.path), made.pinned))
             self._requests.add(made)
-        return PlainTextResponse(f"Success: LoRA adapter '{made.name}' added successfully.")
+        if known is not None:
+            self._drain(known)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    def _contained(self, path: str) -> str:
-        """The path, which must be in the folder of the options."""
+    async def _read(self, name: str, reading: Reading) -> None:
+        """Has all workers read an adapter. One that a worker cannot read stays with none."""
+        while True:
+            answers = await self._engine.call_workers("lora.read", reading, list[str])
+            if wrong := next((why for state, why in answers if state == "failed"), None):
+                await self._forget(reading.digest)
+                raise RequestError(f"adapter {name!r}: {wrong}", "lora_path")
+            if all(state == "read" for state, _ in answers):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _contained(self, name: str, path: str) -> str:
+        """The path, which must be in the folder of the options. Raises ApiError and ConfigError."""
         folder = self._requests.options.folder
         if folder is None:
             raise ApiError(
@@ -100,37 +137,100 @@ class AdapterRoutes:
                 param="lora_path",
             )
         root = Path(folder).resolve()
-        found = (root / path).resolve()
-        if root not in found.parents:
+        found = (root / path.replace("\0", "")).resolve()
+        if root not in found.parents or not contains(root, found):
             raise ApiError(
                 400, f"lora_path: {path!r} is not in the folder of adapters.", param="lora_path"
             )
+        if not CALLER.get().may_use(found.relative_to(root).parts[0]):
+            # The error is that of a folder that does not exist.
+            raise ConfigError(f"adapter {name!r}: there is no folder {str(found)!r}.")
         return str(found)
 
     async def unload(self, body: UnloadBody) -> PlainTextResponse:
-        """Forgets an adapter's name. Requests that run with it go on."""
-        known = self._requests.adapters
+        """Forgets an adapter's name. Requests that run with it go on. It leaves the memory when the
+        last of them has ended."""
+        known = [name for name in self._requests.adapters if CALLER.get().may_use(name)]
         if body.lora_name not in known:
             raise ApiError(
                 404,
                 f"There is no adapter {body.lora_name!r}. {nearest(body.lora_name, known)}",
                 param="lora_name",
             )
-        self._requests.unregister(body.lora_name)
+        self._drain(self._requests.unregister(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    async def sglang_load(self, body: SglangLoadBody) -> dict[str, Any]:
+        """Registers an adapter, as SGLang does."""
+        await self.load(
+            LoadBody(lora_name=body.lora_name, lora_path=body.lora_path, pin=body.pinned)
+        )
+        return self._listed()
 
-def add_routes(router: APIRouter, engine: ServingEngine, api: OpenAIApi) -> None:
-    """Adds the adapters' names, and the routes of operators, where the engine has adapters."""
+    async def sglang_unload(self, body: SglangUnloadBody) -> dict[str, Any]:
+        """Forgets an adapter's name, as SGLang does."""
+        await self.unload(UnloadBody(lora_name=body.lora_name))
+        return self._listed()
+
+    def _listed(self) -> dict[str, Any]:
+        may_use = CALLER.get().may_use
+        adapters = self._requests.adapters
+        loaded = {name: known.path for name, known in adapters.items() if may_use(name)}
+        return {"success": True, "loaded_adapters": loaded, "error_message": ""}
+
+    def _drain(self, known: Registered) -> None:
+        """Has workers forget an adapter when no request has it any more."""
+        if (digest := known.known_digest) is not None:
+            task = asyncio.get_running_loop().create_task(self._forget_drained(digest))
+            self._draining.add(task)
+            task.add_done_callback(self._draining.discard)
+
+    async def _forget_drained(self, digest: str) -> None:
+        while self._requests.usage.has(digest):
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        async with self._lock:
+            await self._forget(digest)
+
+    async def _forget(self, digest: str) -> None:
+        """Drops an adapter, unless it has another name."""
+        others = self._requests.adapters.values()
+        if all(other.known_digest != digest for other in others):
+            try:
+                await self._engine.call_workers("lora.forget", digest, None)
+            except ToolkitError:
+                # The engine ends, and its memory with it.
+                return
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """At the end nothing is drained any more."""
+        yield
+        for task in self._draining:
+            task.cancel()
+
+
+def add_routes(
+    router: APIRouter, engine: ServingEngine, api: OpenAIApi
+) -> Callable[[], AbstractAsyncContextManager[object]] | None:
+    """Adds the adapters' names, their figures, and the routes of operators, where the engine has
+    adapters. Returns the routes' lifespan."""
     requests = engine.processor.parts.by_name.get("lora")
     if not isinstance(requests, LoraRequests):
-        return
+        return None
+    _ = requests.resolvers
     api.engines.aliases.add(AdapterNames(requests))
+    if api.metrics is not None:
+        figures = LoraFigures(engine, requests)
+        api.metrics.registry.register(figures)
+        api.metrics.sources.append(figures.ask)
     if not api.options.admin_routes:
-        return
+        return None
     routes = AdapterRoutes(engine, requests)
     for path, handler in (
         ("/v1/load_lora_adapter", routes.load),
         ("/v1/unload_lora_adapter", routes.unload),
     ):
         router.add_api_route(path, handler, methods=["POST"], response_class=PlainTextResponse)
+    router.add_api_route("/load_lora_adapter", routes.sglang_load, methods=["POST"])
+    router.add_api_route("/unload_lora_adapter", routes.sglang_unload, methods=["POST"])
+    return routes.lifespan

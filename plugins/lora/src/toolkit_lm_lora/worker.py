@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec import Raw, msgpack
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.errors import CheckpointError, ConfigError, ToolkitError, UnsupportedError
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model import AdaptedRows, FusibleLayer, LinearBase, LinearMethod, Rows
 from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
 from torch import Tensor
 
 from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.memory import Memory
 from toolkit_lm_lora.method import Group, LoraEmbedding, LoraMethod, Product
 from toolkit_lm_lora.modules import Replacement
 from toolkit_lm_lora.names import Names
-from toolkit_lm_lora.share import Order, Reading, Report, Use
+from toolkit_lm_lora.share import Counts, Order, Reading, Report, Use
 from toolkit_lm_lora.weights import Adapter, Reader
 
-logger = logging.getLogger(__name__)
 Key = tuple[str, float]
 """An adapter's digest, and its scale."""
 
@@ -56,15 +54,8 @@ class LoraPart(StepPart):
         self._layers = {
             layer.prefix: layer for layer in self.model.modules() if isinstance(layer, LinearBase)
         }
-        self._pool = ThreadPoolExecutor(1, "lora")
-        self._loading: dict[str, Future[Adapter]] = {}
-        self._held: dict[str, Adapter] = {}
-        """By digest, the longest unused first."""
-        self._failed: dict[str, str] = {}
-        self._paths: dict[str, str] = {}
-        """By digest, of each adapter that was read. It may be read again after it was dropped."""
-        self._active: dict[str, Adapter] = {}
-        """Those that rows may have."""
+        is_first = (parallel.tensor_parallel_rank, parallel.pipeline_parallel_rank) == (0, 0)
+        self._memory = Memory(self._read, self.options, counts=is_first)
         self._reported: Report | None = None
         self._uses: dict[int, tuple[Key, ...]] = {}
         """By sequence."""
@@ -99,45 +90,55 @@ class LoraPart(StepPart):
         self._reader.row_order.weights = weights
 
     def facts(self) -> Raw:
-        return Raw(msgpack.encode(Report([], {}, [])))
+        return Raw(msgpack.encode(Report({}, {}, [])))
 
     # Memory
 
     def begin(self, plan: StepPlan, step: StepRun) -> Raw | None:
+        memory = self._memory
         encoded = plan.parts.get("lora")
         if encoded is not None:
             order = msgpack.decode(encoded, type=Order)
             for digest in order.deactivate:
-                self._active.pop(digest, None)
-            for digest, path in order.load:
-                self._paths[digest] = path
-                if digest not in self._held and digest not in self._loading:
-                    self._failed.pop(digest, None)
-                    self._loading[digest] = self._pool.submit(self._read, digest, path)
+                memory.active.pop(digest, None)
+            for digest, path, pinned in order.load:
+                memory.failed.pop(digest, None)
+                memory.want(digest, path, pinned=pinned)
         else:
             order = Order([], [], [])
-        self._collect()
+        memory.collect()
         if order.activate or order.deactivate:
             self._kinds.clear()
         for digest in order.activate:
             self._activate(digest)
-        dropped = self._evict()
-        report = Report([*self._held], self._failed, dropped)
+        memory.evict()
+        dropped, memory.dropped = memory.dropped, []
+        report = Report(dict(memory.sizes), memory.failed, dropped, [*memory.forgotten])
         if encoded is None and report == self._reported:
             return None
-        self._reported = Report([*report.held], dict(report.failed), [])
+        self._reported = Report(report.held, dict(report.failed), [], report.unwanted)
         return Raw(msgpack.encode(report))
 
     @worker_method
     def read(self, reading: Reading) -> list[str]:
         """Begins to read an adapter. Returns "reading", "read", or "failed" and the error."""
-        digest = reading.digest
-        if digest not in self._held and digest not in self._loading:
-            if (why := self._failed.pop(digest, None)) is not None:
-                return ["failed", why]
-            self._loading[digest] = self._pool.submit(self._read, digest, reading.path)
-        self._collect()
-        return ["read" if digest in self._held else "reading", ""]
+        memory = self._memory
+        if (why := memory.failed.pop(reading.digest, None)) is not None:
+            return ["failed", why]
+        memory.want(reading.digest, reading.path, pinned=reading.pinned)
+        memory.collect()
+        memory.evict()
+        return ["read" if reading.digest in memory.held else "reading", ""]
+
+    @worker_method
+    def forget(self, digest: str) -> None:
+        """Drops an adapter, as soon as no row may have it."""
+        self._memory.forget(digest)
+
+    @worker_method
+    def counts(self) -> Counts:
+        """What this worker has done since its start."""
+        return self._memory.counts()
 
     def _read(self, digest: str, path: str) -> Adapter:
         folder = AdapterFolder(path)
@@ -183,32 +184,10 @@ class LoraPart(StepPart):
                 return all(around)
         return False
 
-    def _collect(self, wait_for: str | None = None) -> None:
-        """Takes what has been read, and waits for one adapter."""
-        for digest, future in [*self._loading.items()]:
-            if not future.done() and digest != wait_for:
-                continue
-            del self._loading[digest]
-            try:
-                self._held[digest] = future.result()
-            except (ToolkitError, OSError) as error:
-                self._failed[digest] = str(error)
-            except Exception as error:
-                logger.exception("an adapter could not be read")
-                self._failed[digest] = f"{type(error).__name__}: {error}"
-
     def _activate(self, digest: str) -> None:
         """Makes an adapter ready for rows, on all ranks in the same step. Raises ToolkitError where
         this rank could not read it."""
-        is_dropped = digest not in self._held and digest not in self._loading
-        if is_dropped and digest in self._paths and digest not in self._failed:
-            # It made room for another one while the planner made this step.
-            self._loading[digest] = self._pool.submit(self._read, digest, self._paths[digest])
-        self._collect(digest)
-        if digest not in self._held:
-            why = self._failed.get(digest, "it is not in memory")
-            raise ToolkitError(f"an adapter cannot be run on this rank: {why}")
-        adapter = self._held[digest] = self._held.pop(digest)
+        adapter = self._memory.adapter(digest)
         for prefix, (magnitude, squares, high) in adapter.dora.items():
             spec = self._layers[prefix].spec
             if spec.inputs.size < spec.inputs.full:
@@ -221,20 +200,7 @@ class LoraPart(StepPart):
                 magnitude=factor.to(self.device, spec.dtype),
             )
         adapter.dora.clear()
-        self._active[digest] = adapter
-
-    def _evict(self) -> list[str]:
-        """Drops adapters that no row may have, the longest unused first, until they fit the budget,
-        except the last one that was read. Returns their digests."""
-        budget = int(self.options.host_gib * 2**30)
-        idle = [digest for digest in self._held if digest not in self._active]
-        size = sum(self._held[digest].num_bytes for digest in idle)
-        dropped = []
-        while len(idle) > 1 and (size > budget or len(idle) > self.options.max_host_adapters):
-            digest = idle.pop(0)
-            size -= self._held.pop(digest).num_bytes
-            dropped.append(digest)
-        return dropped
+        self._memory.active[digest] = adapter
 
     # Rows
 
@@ -247,6 +213,8 @@ class LoraPart(StepPart):
             starts = {(use.digest, use.scale): use.start for use in uses}
             if any(starts.values()):
                 self._starts[seq.seq_id] = starts
+            for use in uses:
+                self._memory.use(use.digest)
 
     def remove(self, seq_id: int) -> None:
         self._uses.pop(seq_id, None)
@@ -312,7 +280,7 @@ class LoraPart(StepPart):
 
     def _kind(self, keys: tuple[Key, ...]) -> Kind:
         if (known := self._kinds.get(keys)) is None:
-            adapters = [self._active[digest] for digest, _ in keys]
+            adapters = [self._memory.active[digest] for digest, _ in keys]
             methods = self._reader.methods
             known = self._kinds[keys] = Kind(keys, adapters, methods)
         return known
@@ -403,7 +371,7 @@ class LoraPart(StepPart):
         return found
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._memory.pool.shutdown(cancel_futures=True)
 
 
 class Kind:
