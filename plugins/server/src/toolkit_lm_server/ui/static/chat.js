@@ -379,10 +379,8 @@ async function answer() {
     const after = first === null ? 0 : (performance.now() - first) / 1000;
     const writing = after > 0.1 ? after : seconds;
     facts.push(`${count(usage.completion_tokens)} tokens`);
-    for (const [name, found] of Object.entries(usage.drafters || {}))
-      facts.push(
-        `${count(found.accepted_draft_tokens)} of ${count(found.draft_tokens)} drafts of ${name}`,
-      );
+    for (const [name, of] of Object.entries(usage.drafters || {}))
+      facts.push(`${name}: ${of.accepted_draft_tokens} of ${of.draft_tokens} drafts`);
     if (usage.completion_tokens > 1)
       facts.push(`${count((usage.completion_tokens - 1) / Math.max(writing, 0.001))} tokens/s`);
   }
