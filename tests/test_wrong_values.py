@@ -100,7 +100,7 @@ OF_THE_COMMAND_LINE = (
         f"plugins/quantize/src/toolkit_lm_quantize/{name}.py"
         for name in ("cli", "convert", "quality")
     ),
-    # What `toolkit` reads as its own flags.
+    # Flags of `toolkit` itself.
     "plugins/lora/src/toolkit_lm_lora/flags.py",
     # `toolkit worker`.
     "contrib_backends/executor_mp/src/toolkit_lm_executor_mp/node.py",
