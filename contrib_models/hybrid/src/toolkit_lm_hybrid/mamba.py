@@ -123,7 +123,8 @@ class MambaMixer(RecurrentMixer):
         """Adds what `normed` needs."""
 
     def normed(self, step: Tensor, into: Tensor, out_of: Tensor) -> tuple[Tensor, ...]:
-        """What the projection of x gives: of the time step [T, rank], B and C [T, N]."""
+        """Returns the time step [T, rank], B and C [T, N], as the scan takes them. The
+        arguments are what the projection of x gives."""
         return step, into, out_of
 
     def forward(self, x: Tensor) -> Tensor:

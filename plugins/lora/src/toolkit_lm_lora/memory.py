@@ -70,7 +70,7 @@ class Memory:
         self._unused.discard(digest)
 
     def counts(self) -> Counts:
-        """What was done since the start."""
+        """Counts since the start."""
         return Counts(
             self._counts,
             self.sizes,

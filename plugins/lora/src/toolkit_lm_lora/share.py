@@ -27,7 +27,7 @@ class Reading(Struct, frozen=True):
 
 
 class Counts(Struct, frozen=True):
-    """What a worker has done, for metrics."""
+    """Counts of a worker, for metrics."""
 
     counts: bool
     """Whether it is the first of its engine's: others have done the same."""

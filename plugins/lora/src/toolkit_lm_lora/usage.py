@@ -30,7 +30,7 @@ class Usage:
         _FRONTS[self.token] = self
 
     def context(self, uses: Sequence[Use]) -> dict[str, str]:
-        """What a request's context has for the listener."""
+        """Returns the context of a request with adapters, for the listener."""
         return {_FRONT: self.token, _USES: "\n".join(f"{use.digest} {use.name}" for use in uses)}
 
     def on_event(self, event: RequestEvent) -> None:

@@ -137,7 +137,7 @@ class LoraPart(StepPart):
 
     @worker_method
     def counts(self) -> Counts:
-        """What this worker has done since its start."""
+        """Counts of this worker since its start."""
         return self._memory.counts()
 
     def _read(self, digest: str, path: str) -> Adapter:

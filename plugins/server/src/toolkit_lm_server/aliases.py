@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class Alias(NamedTuple):
-    """What a name stands for, beside the model."""
+    """Meaning of a name, beside the model."""
 
     root: str | None
     """Where it is from, as /v1/models shows it. None: that is not known before a request is
