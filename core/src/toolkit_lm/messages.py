@@ -201,6 +201,8 @@ class EngineRequest(Struct, kw_only=True):
     """False: the request ends with a result of its prompt, such as a pooled vector."""
     chunkable: bool = True
     """The prompt may be computed in several steps."""
+    whole_prompt: bool = False
+    """Tokens of the prompt see later ones: one step computes all of it."""
     reads_prefix_cache: bool = True
     """The request may begin after a cached prefix."""
     swappable: bool = True
@@ -212,8 +214,7 @@ class EngineRequest(Struct, kw_only=True):
     deadline: float | None = None
     """time.monotonic() at which the request ends with "timeout", running or waiting."""
     cache_keys: list[CacheKey] = field(default_factory=list)
-    """Dependencies of the prompt's keys and values other than its tokens. Requests share no cached
-    prefix beyond the first position where these differ."""
+    """Dependencies of keys and values other than tokens. Prefixes with equal ones are shared."""
     context: dict[str, str] = field(default_factory=dict)
     """Values that the caller attached, for events."""
     begun: list[BegunSequence] = field(default_factory=list)
@@ -224,14 +225,10 @@ class EngineRequest(Struct, kw_only=True):
 
 
 class TokenLogprobs(Struct):
-    """Log probabilities of one token, sampled or of the prompt.
-
-    They are natural logarithms of the model's own distribution, before any sampling parameter.
-    """
+    """Log probabilities of one token, sampled or of the prompt, in the engine's logprobs_mode."""
 
     token_ids: list[int]
-    """The token first, then the alternatives: the likeliest ones in order, or those that the
-    request names."""
+    """The token first, then the likeliest ones in order, or those that the request names."""
     logprobs: list[float]
     rank: int
     """Rank of the token; 1 is the likeliest."""
@@ -257,8 +254,7 @@ class EngineOutput(Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token of `token_ids`, if the request asked for log probabilities."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log probabilities of the next prompt tokens, from the second token on, if the request asked
-    for them."""
+    """Log probabilities of the next prompt tokens, from the second token on, if asked for."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the sequence, if it is one of params.stop_token_ids."""
@@ -280,6 +276,8 @@ class EngineOutput(Struct, kw_only=True):
     """Result of a pooling request."""
     sampler_state: SamplerState = field(default_factory=dict)
     """Sampler state to restore if the sequence resumes on another engine."""
+    weight_version: str = ""
+    """Version of the weights that sampled the tokens; empty: those of the checkpoint."""
 
 
 class EngineOutputs(Struct, kw_only=True):
@@ -479,8 +477,7 @@ class StepResult(Struct, kw_only=True, omit_defaults=True):
     drafters: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
     """`EngineOutput.drafters` by seq_id."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Log probabilities of the prompt tokens after the computed ones, by seq_id, if the request
-    asked for them."""
+    """Log probabilities of the prompt tokens after the computed ones, by seq_id, if asked for."""
     sampler_state: dict[int, SamplerState] = field(default_factory=dict)
     """Sampler state by seq_id. NewSequence brings it back after a preemption. Only the sampler can
     read it."""

@@ -24,6 +24,15 @@ class Logprob(Struct, gc=False):
 
 
 @dataclass(slots=True)
+class WeightVersionSpan:
+    """Output tokens [start, end), sampled with weights of one version; empty: the checkpoint's."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n sequences, as generated so far."""
 
@@ -41,6 +50,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop text or stop token id that ended the sequence; None for end-of-sequence tokens."""
+    weight_versions: list[WeightVersionSpan] | None = None
+    """Versions of the weights that sampled a finished sequence. None: it has not ended."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

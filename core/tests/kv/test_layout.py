@@ -38,6 +38,18 @@ def test_equal_layers_are_one_group():
     assert pool.block_bytes == 5 * spec().page_bytes
 
 
+def test_layers_of_a_part_split_no_group_of_the_model():
+    """Their pages are as large as the model's, and yet their pool is their own."""
+    own = msgspec.structs.replace(spec(), lookahead=4)
+    names = [*(f"layers.{i}" for i in range(6)), "drafter/head.layers.0"]
+    planned = plan_groups(
+        dict(zip(names, [*[spec()] * 6, own], strict=True)), dict.fromkeys(names, "b")
+    )
+    assert [group.layers for group in planned.groups] == [names[:6], names[6:]]
+    assert [group.is_apart for group in planned.groups] == [False, True]
+    assert [pool.num_pages for pool in planned.pools] == [6, 1]
+
+
 def test_layers_that_trail_are_a_group_of_their_own():
     trailing = msgspec.structs.replace(spec(), lag=1)
     planned = plan(spec(), trailing)

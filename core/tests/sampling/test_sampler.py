@@ -89,6 +89,51 @@ def test_logprobs_are_of_the_raw_distribution(make_rows):
     assert first.rank == int((expected[0] > expected[0, first.token_ids[0]]).sum()) + 1
 
 
+MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+
+def values_of_mode(row, params, mode):
+    """What a mode tells of one row of logits [V], in float64."""
+    row = row.double()
+    if mode.startswith("processed"):
+        for token, bias in (params.logit_bias or {}).items():
+            row[token] += bias
+        if params.temperature:
+            row /= params.temperature
+        if params.top_k:
+            row[row < row.topk(params.top_k).values[-1]] = -torch.inf
+        if params.top_p < 1:
+            order = row.argsort(descending=True)
+            probs = torch.softmax(row[order], -1)
+            row[order[probs.cumsum(-1) - probs >= params.top_p]] = -torch.inf
+    return row if mode.endswith("logits") else torch.log_softmax(row, -1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_mode(make_rows, mode):
+    """Values before or after parameters, of rows that are drawn, greedy and without any."""
+    table = logits(4, seed=5)
+    bias = {3: 4.0, 9: -2.0}
+    params = [
+        SamplingParams(temperature=0.7, top_k=5, logprobs=8, logit_bias=bias),
+        SamplingParams(temperature=0, logprobs=3, logit_bias=bias),
+        SamplingParams(temperature=1.3, top_p=0.6, logprobs=0),
+        SamplingParams(temperature=0.5),
+    ]
+    plain = sample(table.clone(), make_rows(*params)).token_ids
+    rows = make_rows(*params)
+    rows.logprobs_mode = mode
+    sampled = sample(table.clone(), rows)
+    assert sampled.token_ids == plain
+    assert sampled.logprobs[3] is None
+    for row, found in enumerate(sampled.logprobs[:3]):
+        expected = values_of_mode(table[row], params[row], mode)
+        values = [expected[token].item() for token in found.token_ids]
+        assert found.logprobs == pytest.approx(values, abs=1e-5)
+        assert found.rank == int((expected > expected[found.token_ids[0]]).sum()) + 1
+        assert found.logprobs[1:] == sorted(found.logprobs[1:], reverse=True)
+
+
 def test_logprobs_of_the_tokens_that_a_request_names(make_rows):
     """In the place of the likeliest ones, with their ranks; a row beside it is as it would be
     alone."""

@@ -159,7 +159,7 @@ def test_all_drafts_are_verified_where_no_budget_is_wanted():
 def test_times_are_interpolated_and_corrected():
     times = StepTimes([(1, 0, 1.0), (1, 4, 2.0), (4, 0, 2.0), (4, 4, 6.0)])
     assert times.predict(1, 2) == 1.5
-    assert times.predict(2, 0) == 1.5
+    assert times.predict(2, 0) == pytest.approx(4 / 3)
     assert times.predict(4, 64) == pytest.approx(6.0 + 12 * 1.0)
     for _ in range(50):
         times.observe(1, 0, 3.0, plain=True)
@@ -227,3 +227,51 @@ def test_no_drafter_is_asked_for_requests_that_want_no_drafts(options):
         step(budget, running, lambda _: True, cost)
         asked.append(budget.is_asking)
     assert not any(asked)
+
+
+def test_one_step_that_took_long_does_not_make_plain_steps_seem_slow():
+    """The first steps of a batch are few, and one of them may wait for something else."""
+    budget = DraftBudget(DraftingFacts(MEMORY_BOUND))
+    running = requests(64)
+    slow = iter([4.0])
+    drafts = [
+        step(
+            budget,
+            running,
+            lambda _: False,
+            lambda *of: cost(*of) * (1.0 if of[2] else next(slow, 1.0)),
+        )[2]
+        for _ in range(60)
+    ]
+    assert sum(drafts) <= 24
+
+
+def test_drafts_that_were_not_measured_are_no_gift():
+    """Measuring may end before any step with drafts: they cost what as many rows do."""
+    plain = [(1, -1, 1.0), (4, -1, 1.0), (16, -1, 1.2), (64, -1, 2.0)]
+    times = StepTimes(plain)
+    assert times.predict(64, 448) == pytest.approx(2.0 + 448 * 0.8 / 48)
+    assert times.predict(1, 7) == pytest.approx(1.0 + 4 * 0.2 / 12)
+    assert times.predict(16, 0) == pytest.approx(1.2)
+    asked = StepTimes([*plain, (64, 0, 2.4)])
+    assert asked.predict(64, 448) / times.predict(64, 448) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("own", [1.0, 1.3, 3.0], ids=["cheap", "costly", "dear"])
+def test_tries_take_less_than_a_hundredth_of_the_time(num_rows, own):
+    """Nothing is ever accepted."""
+    random.seed(num_rows)
+    budget = DraftBudget(DraftingFacts())
+    running = requests(num_rows)
+    plain = cost(num_rows, 0, False)
+    lost = 0.0
+    for _ in range(2000):
+        seconds, _, _ = step(
+            budget,
+            running,
+            lambda _: False,
+            lambda rows, drafts, asking: cost(rows, drafts, asking) * (own if asking else 1.0),
+        )
+        lost += seconds / plain - 1
+    assert lost < 20

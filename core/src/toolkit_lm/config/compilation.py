@@ -16,6 +16,7 @@ OPAQUE_OPS = (
     "toolkit_lm::attention",
     "toolkit_lm::cache_layer",
     "toolkit_lm::experts",
+    "toolkit_lm::linear",
     "toolkit_lm::tap",
 )
 """Ops that name their layer. Inside a compiled part, the name would make equal parts different."""

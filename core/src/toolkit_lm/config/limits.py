@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Struct
 
@@ -18,6 +18,13 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
         int,
         option("Maximum number of log probabilities per token (logprobs, prompt_logprobs).", ge=0),
     ] = 20
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
+        option(
+            "Values returned as log probabilities. raw: of the model's own distribution. "
+            "processed: of the distribution that tokens are drawn from. logits: without softmax."
+        ),
+    ] = "raw_logprobs"
     max_queued_requests: Annotated[
         int | None, option("Maximum number of waiting requests.", none="no bound", ge=0)
     ] = 2048

@@ -41,6 +41,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     generation_config: Annotated[
         str, option("Sampling defaults: checkpoint, none, or a folder of generation_config.json.")
     ] = "checkpoint"
+    override_generation_config: Annotated[
+        str, option("Sampling defaults to put over these: a JSON object.", is_json=True)
+    ] = "{}"
+    hf_overrides: Annotated[
+        str, option("Fields to merge into config.json: a JSON object.", is_json=True)
+    ] = "{}"
     seed: Annotated[
         int | None,
         option(

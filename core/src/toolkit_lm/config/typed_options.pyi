@@ -20,6 +20,10 @@ class LLMOptions(TypedDict, total=False):
     """Maximum tokens of an encoder prompt."""
     generation_config: str
     """Sampling defaults: checkpoint, none, or a folder of generation_config.json."""
+    override_generation_config: str | Mapping[str, Any]
+    """Sampling defaults to put over these: a JSON object."""
+    hf_overrides: str | Mapping[str, Any]
+    """Fields to merge into config.json: a JSON object."""
     seed: int | None
     """Default seed of requests."""
     trust_remote_code: bool
@@ -201,6 +205,9 @@ class LLMOptions(TypedDict, total=False):
     """Maximum number of sequences per request (n)."""
     max_logprobs: int
     """Maximum number of log probabilities per token (logprobs, prompt_logprobs)."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+    """Values returned as log probabilities. raw: of the model's own distribution. processed: of
+    the distribution that tokens are drawn from. logits: without softmax."""
     max_queued_requests: int | None
     """Maximum number of waiting requests."""
     max_queued_tokens: int | None

@@ -122,8 +122,9 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     def vocab_size(self) -> int | None:
         """Vocabulary size of the checkpoint's language model; None if its config.json does not
         state it."""
-        size: int | None = (self.hf_config.get("text_config") or self.hf_config).get("vocab_size")
-        return size
+        config = self.hf_config
+        size: int | None = (config.get("text_config") or config).get("vocab_size")
+        return size or (config.get("decoder") or {}).get("vocab_size", config.get("tgt_vocab_size"))
 
     @property
     def max_model_len(self) -> int:
@@ -162,7 +163,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     def sampling_defaults(self) -> dict[str, Any]:
         """Sampling defaults of generation_config.json, for requests that do not set them."""
         stated = (
-            {}
+            msgspec.json.decode(self.model.override_generation_config)
             if self.checkpoint is None or self.model.generation_config == "none"
             else self.checkpoint.generation_config
         )

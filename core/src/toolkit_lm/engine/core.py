@@ -31,6 +31,7 @@ from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.scheduler import Planners, Scheduler, load_event, load_policy
 from toolkit_lm.scheduler.draft_budget import DraftingFacts
+from toolkit_lm.step.calls import call_method, worker_methods
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class InFlightStep(NamedTuple):
 
 class EngineCore:
     """Scheduler and executor, without any text. Used from one thread at a time."""
+
+    weight_version = ""
+    """Version of the weights; empty: those of the checkpoint."""
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class EngineCore:
             policy,
             plugins.fingerprint().digest,
             whole_items=self.whole_items,
-            planners=Planners.make(config, plugins, facts),
+            planners=Planners.make(config, plugins, facts, self),
             tiers=self._make_tiers(plugins),
             drafting=msgspec.msgpack.decode(facts["drafter"], type=DraftingFacts)
             if "drafter" in facts
@@ -172,13 +176,37 @@ class EngineCore:
             pool.forget_all()
         self.scheduler.tiers.forget_all()
 
-    def call_workers(self, method: str, payload: msgspec.Raw) -> list[msgspec.Raw]:
-        """Calls a method of every worker between two steps. Returns the answers of the ranks that
-        have it.
+    def start_over(self, salt: str | None = None) -> None:
+        """Forgets all keys and values, once the running steps have ended. All requests wait, and
+        are computed again from their tokens. `salt`: another salt of prefixes, from now on."""
+        while self._in_flight:
+            self._collect()
+        self._reset_after_failure()
+        self.reset_prefix_cache()
+        if salt is not None:
+            self.scheduler.rules = self.scheduler.rules._replace(salt=salt)
+            for request in self.scheduler.roster.requests.values():
+                request.salt = salt
+                if request.encoder is not None:
+                    request.salt = request.encoder.renew(salt, request.cache_keys)
 
-        Raises RequestError if no rank has the method, and ToolkitError for its exception on a rank.
-        Requests continue.
+    def call_workers(self, method: str, payload: msgspec.Raw) -> list[msgspec.Raw]:
+        """Calls a method of every worker between two steps, or of a planner. Returns the answers of
+        the ranks that have it, or the planner's.
+
+        Raises RequestError if none has the method, and ToolkitError for its exception. Requests
+        continue.
         """
+        planners = self.scheduler.planners.by_name
+        if (name := method.partition(".")[0]) in planners and method in (
+            found := worker_methods({name: planners[name]})
+        ):
+            try:
+                return [call_method(method, found[method], payload)]
+            except ToolkitError:
+                raise
+            except Exception as error:
+                raise ToolkitError(f"{method}: {self._failure_of(error)}") from error
         # The failure of a running step is not an answer.
         wait([step.future for step in self._in_flight])
         return values_of(method, self.executor.call(method, payload).result())
@@ -202,7 +230,7 @@ class EngineCore:
             self._launch()
             idle = not self._in_flight
             self.num_idle = self.num_idle + 1 if idle else 0
-            if idle and self.scheduler.planners.awaits():
+            if idle and not self.scheduler.paused and self.scheduler.planners.awaits():
                 plan = self.scheduler.drop_plan()
                 future = self.executor.execute(plan)
                 self._in_flight.append(InFlightStep(plan, time.monotonic(), future))
@@ -219,7 +247,8 @@ class EngineCore:
             self._reset_after_failure()
             raise
         outputs = self.poll_outputs()
-        if not idle or outputs.outputs:
+        # A pause is no stall.
+        if not idle or outputs.outputs or self.scheduler.paused:
             self.progress_time = outputs.time
         return outputs
 
@@ -267,6 +296,8 @@ class EngineCore:
             # All that it computed has ended in the meantime, perhaps long ago.
             return
         outputs = self.scheduler.update(step.plan, result)
+        for output in outputs:
+            output.weight_version = self.weight_version
         self._outputs += outputs
         now = time.monotonic()
         # It began when the one before had ended.

@@ -34,6 +34,8 @@ class LLM(PoolingMixin):
         print(output.outputs[0].text)
     """
 
+    engine_class = LLMEngine
+
     def __init__(
         self,
         model: str | None = None,
@@ -81,7 +83,7 @@ class LLM(PoolingMixin):
                     plugins = loaded
         for option in without_effect_offline(config):
             logger.warning("%s", option)
-        self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
+        self.engine = self.llm_engine = self.engine_class(config, plugins=plugins)
         self._ids = count()
         self._lock = threading.Lock()
 

@@ -5,8 +5,9 @@ A block id belongs to one sequence in one KV group. Groups whose layers have pag
 take their blocks from one pool: a group can use what another leaves free. If the windowed and the
 full layers of a model differ in number, they are therefore split into groups of about equal size
 (as in "Jenga", Zhang et al. 2025). Exceptions are splits into too many groups, or with too much
-unused memory per block. Pages of another size, and layers that cannot be split evenly, have pools
-of their own.
+unused memory per block. Pages of another size, layers that cannot be split evenly, and layers of
+parts, such as a drafter's, have pools of their own: what a part takes would split the model's
+layers for nothing, since both keep all tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class KVGroup(Struct, frozen=True):
     layers: list[str]
     pool: int = 0
     """Index of the pool that supplies the group's blocks."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no layer of this rank sees a step's flat batch: a part's layers run in passes of
+        their own."""
+        return all("/" in layer for layer in self.layers)
 
 
 class KVPool(Struct, frozen=True):
@@ -122,22 +129,22 @@ class KVCacheConfig(Struct, frozen=True):
 def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> KVCacheConfig:
     """Plans the KV groups of a model, in the order of their first layers, and their pools, still
     without blocks. Both mappings are by layer."""
-    alike: dict[tuple[KVCacheSpec, str], list[str]] = {}
+    alike: dict[tuple[KVCacheSpec, str, bool], list[str]] = {}
     for layer, spec in specs.items():
-        alike.setdefault((spec, backends[layer]), []).append(layer)
-    sharing: dict[int, list[int]] = {}
-    """Numbers of equal layers, by page size."""
-    for (spec, _), layers in alike.items():
-        sharing.setdefault(spec.page_bytes, []).append(len(layers))
-    sizes = {page_bytes: _group_size(counts) for page_bytes, counts in sharing.items()}
+        alike.setdefault((spec, backends[layer], "/" in layer), []).append(layer)
+    sharing: dict[tuple[int, bool], list[int]] = {}
+    """Numbers of equal layers, by page size, and whether they are a part's."""
+    for (spec, _, is_part), layers in alike.items():
+        sharing.setdefault((spec.page_bytes, is_part), []).append(len(layers))
+    sizes = {kind: _group_size(counts) for kind, counts in sharing.items()}
     groups: list[KVGroup] = []
-    pools: dict[tuple[int, int], int] = {}
-    for (spec, backend), layers in alike.items():
-        size = sizes[spec.page_bytes] or len(layers)
-        pool = pools.setdefault((spec.page_bytes, size), len(pools))
+    pools: dict[tuple[int, int, bool], int] = {}
+    for (spec, backend, is_part), layers in alike.items():
+        size = sizes[spec.page_bytes, is_part] or len(layers)
+        pool = pools.setdefault((spec.page_bytes, size, is_part), len(pools))
         parts = -(-len(layers) // size)
         groups += [KVGroup(spec, backend, layers[i::parts], pool) for i in range(parts)]
-    return KVCacheConfig(groups, [KVPool(page_bytes, size) for page_bytes, size in pools])
+    return KVCacheConfig(groups, [KVPool(page_bytes, size) for page_bytes, size, _ in pools])
 
 
 def _group_size(counts: Sequence[int]) -> int | None:

@@ -24,6 +24,7 @@ from .fused import (
 from .hf_config import HFConfig as HFConfig
 from .kernels import (
     FusedLayer as FusedLayer,
+    GroupedProduct as GroupedProduct,
     Kernels as Kernels,
     StateRows as StateRows,
     choose_kernels as choose_kernels,

@@ -64,6 +64,9 @@ class Model(nn.Module):
     """Whether `forward` also takes `token_type_ids` [T] int64: 1 for the tokens of a pair's second
     text, otherwise 0."""
 
+    current_rows: Sequence[int] | None = None
+    """Rows of the step that modules are called for at the moment, in a model that computes its
+    sequences one after the other. None: modules are called for all tokens of a step."""
     quantization: Quantization | None = None
     """The quantization that the layers' methods are of. Set once the model is constructed."""
 

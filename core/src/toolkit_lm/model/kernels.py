@@ -4,7 +4,7 @@ compute it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,11 @@ both. None: the modules must compute this step.
 
 It is not called while a compiler traces the model.
 """
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Product of rows with the weights of several experts: rows [R, inputs] in the order of experts,
+ends [E] (int32) of each one's rows, biases [E, outputs] or None -> [R, outputs]. Rows past the last
+end are undefined."""
 
 StateRows = tuple[Tensor, Tensor, Tensor]
 """R sequences that compute L tokens each in a step of recurrent layers: their tokens in the flat
@@ -55,11 +60,13 @@ class Kernels:
             "linear_method",
             "quantized_method",
             "explain_quantized",
+            "group",
             "linear",
             "layer_norm",
             "likeliest",
             "causal_conv",
             "linear_attention",
+            "selective_scan",
             "latent_attention",
         }
     )
@@ -98,6 +105,11 @@ class Kernels:
         """The product with a quantized weight in words, and why none is faster. The weight's
         tensors may be on the meta device."""
         return "torch, which dequantizes it at each product"
+
+    def group(self, methods: Sequence[LinearMethod]) -> GroupedProduct | None:
+        """Makes one product of several experts' methods, once their weights are loaded. None: each
+        multiplies its own rows."""
+        return None
 
     def fuse(self, parts: Any) -> FusedLayer | None:
         """Makes a function that computes a layer of these LayerParts in one call, once its weights
@@ -199,7 +211,27 @@ class Kernels:
 
         S becomes decay S + k factor v. With `eps` it becomes decay S + k factor (v - k decay S),
         the gated delta rule (Yang et al. 2024), with q dk**-0.5 and k of unit length first, where
-        `eps` is added to the squares. Heads share the q and k of their group.
+        `eps` is added to the squares. Heads share the q and k of their group. A decay [T, heads,
+        dk] is one for each line of S (Kimi Team 2025).
+        """
+        return False
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rates: Tensor,
+        into: Tensor,
+        out_of: Tensor,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        """Selective scan of the tokens of `rows` (Gu and Dao 2023), with a state S [N, C]: x and
+        time [T, C], rates [N, C], into and out_of [T, N] -> out_of S, to `out` [T, C]. Everything
+        is float32. False: it is left to the caller.
+
+        S becomes exp(time rates) S + into x.
         """
         return False
 

@@ -32,6 +32,8 @@ class Rows(Enum):
     """The last token of each row that samples, in the order of rows."""
     ENCODER = "encoder"
     """Tokens of an encoder: of its sequences, or of a multimodal item."""
+    CACHED = "cached"
+    """Cached states of tokens, of this step and of earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

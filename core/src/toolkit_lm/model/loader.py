@@ -40,9 +40,11 @@ def load_model(
     device: torch.device,
     plugins: Plugins,
     prefix: str = "",
+    loader: CheckpointLoader | None = None,
 ) -> Model:
-    """Makes the shard of `vllm_config.parallel.rank` on `device`, and fills it by the config's load
-    format. `prefix`: prefix of its layers' names in the engine, if it belongs to a part.
+    """Makes the shard of `vllm_config.parallel.rank` on `device`, and fills it from `loader`: by
+    default, that of the config's load format. `prefix`: prefix of its layers' names in the engine,
+    if it belongs to a part.
 
     Then each layer's linear method may rearrange its weights. Raises CheckpointError for files or
     weights that are missing or do not fit, and what `construct` raises.
@@ -53,9 +55,10 @@ def load_model(
         check_constructor(model_cls)
     except PluginError as error:
         raise PluginError(f"{plugins.models.get(checkpoint.architecture).owner}: {error}") from None
-    loader: CheckpointLoader = plugins.loaders.make(
-        vllm_config.load.load_format, checkpoint.source or checkpoint.path
-    )
+    if loader is None:
+        source = checkpoint.source or checkpoint.path
+        loader = plugins.loaders.make(vllm_config.load.load_format, source)
+        assert loader is not None
     model = construct(model_cls, vllm_config, device, plugins, loader.names(), prefix)
     model.requires_grad_(False).eval()
     try:

@@ -36,6 +36,8 @@ class Taps:
         """`names`: names of layers as in the checkpoint, "model.layers.3". The layers are on this
         rank, or on another pipeline stage. Raises ConfigError if no layer has the name."""
         layers = tappable(model)
+        self.are_read = True
+        """False: fused layers leave them out."""
         self.buffers: dict[str, Tensor] = {}
         self._received: list[str] = []
         for name in dict.fromkeys(names):
@@ -54,7 +56,22 @@ class Taps:
             if layer is None:
                 self._received.append(name)
             else:
-                _tap(layer, self.buffers[name])
+                self._tap(layer, self.buffers[name])
+
+    def _tap(self, layer: nn.Module, buffer: Tensor) -> None:
+        # An attribute of the layer, so that a compiled graph finds it in the model.
+        layer.register_buffer("tapped", buffer, persistent=False)
+        layer.register_forward_hook(_hook)
+        if isinstance(layer, FusibleLayer) and layer.fused is not None:
+            layer.fused = self._fused_and_tapped(layer.fused, buffer)
+
+    def _fused_and_tapped(self, fused: FusedLayer, buffer: Tensor) -> FusedLayer:
+        def call(x: Tensor, residual: Tensor | None, rotation: Any) -> tuple[Tensor, Tensor] | None:
+            if (done := fused(x, residual, rotation)) is not None and self.are_read:
+                write(*done, buffer)
+            return done
+
+        return call
 
     def sent(self, num_tokens: int) -> dict[str, Tensor]:
         """Tensors for the next pipeline stage, in addition to the model's own."""
@@ -95,23 +112,6 @@ def tappable(model: nn.Module) -> Mapping[str, nn.Module | None]:
 def _hidden_size(config: VllmConfig) -> int:
     sizes = config.hf_config.get("text_config") or config.hf_config
     return int(next(sizes[name] for name in ("hidden_size", "d_model", "n_embd") if name in sizes))
-
-
-def _tap(layer: nn.Module, buffer: Tensor) -> None:
-    # An attribute of the layer, so that a compiled graph finds it in the model.
-    layer.register_buffer("tapped", buffer, persistent=False)
-    layer.register_forward_hook(_hook)
-    if isinstance(layer, FusibleLayer) and layer.fused is not None:
-        layer.fused = _fused_and_tapped(layer.fused, buffer)
-
-
-def _fused_and_tapped(fused: FusedLayer, buffer: Tensor) -> FusedLayer:
-    def call(x: Tensor, residual: Tensor | None, rotation: Any) -> tuple[Tensor, Tensor] | None:
-        if (done := fused(x, residual, rotation)) is not None:
-            write(*done, buffer)
-        return done
-
-    return call
 
 
 def _hook(layer: Any, arguments: Any, out: Any) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,20 +38,15 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Record:
-    """Verified drafts of a drafter, older ones with less weight: how many were accepted, and how
-    many by its own statement."""
+    """Verified drafts of a drafter at one position of a row's drafts, older ones with less weight:
+    how many were accepted, and how many by its own statement."""
 
     accepted: float = _PRIOR
     expected: float = _PRIOR
 
-    def add(self, accepted: int, expected: float) -> None:
+    def add(self, accepted: float, expected: float) -> None:
         self.accepted = _DECAY * self.accepted + accepted
         self.expected = _DECAY * self.expected + expected
-
-    def gain(self, stated: Sequence[float]) -> float:
-        """Expected number of accepted drafts. The record corrects the drafter's statements."""
-        factor = self.accepted / max(self.expected, 1e-6)
-        return float(np.minimum(np.array(stated) * factor, 1).cumprod().sum())
 
 
 class DraftChain:
@@ -59,7 +55,7 @@ class DraftChain:
 
     def __init__(self, vocab_size: float) -> None:
         self._vocab_size = vocab_size
-        self._records: dict[str, _Record] = defaultdict(_Record)
+        self._records: dict[tuple[str, int], _Record] = defaultdict(_Record)
         self._pending: dict[int, list[_Piece]] = {}
         """Drafts that a later step verifies, by seq_id."""
 
@@ -76,6 +72,7 @@ class DraftChain:
                 continue
             drafts = row.tokens[len(row.tokens) - row.num_drafts :]
             rejected = False
+            place = 0
             for piece in pieces:
                 # Drafts may have been cut, or replaced by tokens that a grammar forces.
                 count = min(len(piece.tokens), len(drafts))
@@ -84,8 +81,9 @@ class DraftChain:
                 right = 0 if rejected else _num_equal(drafts[:count], drawn)
                 result.drafters.setdefault(row.seq_id, []).append((piece.drafter, count, right))
                 if not rejected:
-                    verified = min(right + 1, count)
-                    self._records[piece.drafter].add(right, sum(piece.stated[:verified]))
+                    for at, stated in enumerate(piece.stated[: right + 1]):
+                        self._records[piece.drafter, place + at].add(at < right, stated)
+                place += count
                 rejected = right < count
                 drafts, drawn = drafts[count:], drawn[count:]
 
@@ -105,13 +103,23 @@ class DraftChain:
             ]
             if not offers:
                 continue
-            best = max(offers, key=lambda offer: self._records[offer.drafter].gain(offer.stated))
+            best = max(offers, key=self._gain)
             others = [name for name in proposals if name != best.drafter]
             tokens = inputs.histories.tokens(inputs.rows[place])
             pieces = [best, *self._extensions(seq_id, tokens, best, others, ask)]
             self._pending[seq_id] = pieces
             chosen[seq_id] = [token for piece in pieces for token in piece.tokens]
         return chosen
+
+    def _gain(self, offer: _Piece) -> float:
+        """Expected number of accepted drafts. The records correct the drafter's statements."""
+        total = 0.0
+        chance = 1.0
+        for place, stated in enumerate(offer.stated):
+            record = self._records[offer.drafter, place]
+            chance *= min(stated * record.accepted / max(record.expected, 1e-6), 1)
+            total += chance
+        return total
 
     def _extensions(
         self, seq_id: int, tokens: np.ndarray, best: _Piece, others: Iterable[str], ask: Ask
@@ -165,7 +173,5 @@ def _stated(drafter: Drafter, seq_id: int, drafts: list[int]) -> list[float] | N
 
 def _num_equal(drafts: list[int], drawn: list[int]) -> int:
     """Number of drafts up to the first that is not the token drawn there."""
-    for count, (draft, token) in enumerate(zip(drafts, drawn, strict=False)):
-        if draft != token:
-            return count
-    return min(len(drafts), len(drawn))
+    pairs = zip(drafts, drawn, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -18,7 +18,7 @@ from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 from toolkit_lm.parts.draft_chain import DraftChain, check_tokens
 from toolkit_lm.plugin import Plugins, PluginWarning
-from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun
+from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun, StepTime
 
 _MOST = 2**31
 """Drafts of a sequence that has no limit."""
@@ -50,16 +50,14 @@ class DraftingPart(StepPart):
             name: self._make(name) for name in config.scheduler.drafter or ()
         }
         self._names = list(self._drafters)
-        self._follows = any(
-            type(drafter).follow is not Drafter.follow for drafter in self._drafters.values()
-        )
         made = self._drafters.values()
+        self._following = [each for each in made if type(each).follow is not Drafter.follow]
         self.taps = list(dict.fromkeys(tap for drafter in made for tap in drafter.taps))
         self.lookahead = max((drafter.lookahead for drafter in made), default=0)
         self.buffers = self._merged("buffer", lambda drafter: drafter.buffers)
         self._chain = DraftChain(self._vocab_size)
-        self.step_times: list[tuple[int, int, float]] = []
-        """Rows, drafts of each row, and seconds of steps that the warm-up has measured."""
+        self.step_times: list[StepTime] = []
+        """Steps that the warm-up has measured."""
 
     def _make(self, name: str) -> Drafter:
         owner = self.plugins.drafters.get(name).owner
@@ -100,6 +98,10 @@ class DraftingPart(StepPart):
         rests = all(drafter.rests for drafter in self._drafters.values())
         return Raw(msgpack.encode((self.step_times, rests)))
 
+    def ask_first(self, call: Callable[[Drafter], Any]) -> Any:
+        """Calls the first drafter. None: it has failed."""
+        return self._guarded(self._names[0], call)
+
     def reserved_bytes(self) -> int:
         return sum(drafter.reserved_bytes() for drafter in self._drafters.values())
 
@@ -113,6 +115,10 @@ class DraftingPart(StepPart):
     def begin(self, plan: StepPlan, step: StepRun) -> None:
         if plan.after_failure:
             self._agree()
+        is_decode = plan.num_tokens == len(plan.scheduled) and not plan.new
+        self.reads_taps = plan.asks_drafters or any(
+            drafter.follows_decodes or not is_decode for drafter in self._following
+        )
 
     def example(self, plan: StepPlan) -> None:
         self._agree()
@@ -146,8 +152,7 @@ class DraftingPart(StepPart):
         if not self._drafters:
             return
         self._chain.observe(inputs.plan, result)
-        asks = inputs.plan.asks_drafters
-        if not (asks or self._follows):
+        if not self.reads_taps:
             return
         scheduled = inputs.plan.scheduled
         limits = inputs.plan.max_drafts
@@ -158,7 +163,7 @@ class DraftingPart(StepPart):
         history.flags.writeable = False
         try:
             _make_read_only(inputs)
-            if asks:
+            if inputs.plan.asks_drafters:
                 drafts = self._drafts(inputs, hidden_states, result, step)
             else:
                 drafts = {}

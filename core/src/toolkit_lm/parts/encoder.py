@@ -38,6 +38,7 @@ class EncoderPart(StepPart):
     HasEncoder."""
 
     asks = ("encode",)
+    encodes = True
     feeds = frozenset({"sequences", "encoder_cache"})
 
     def __init__(

@@ -46,6 +46,7 @@ class MediaPart(StepPart):
     ReadsMedia."""
 
     asks = ("encode_items", "example_items")
+    encodes = True
     feeds = frozenset({"sequences"})
 
     def __init__(

@@ -121,20 +121,21 @@ class RequestLimits:
         for number, feature in enumerate(features, 1):
             item = f"item {number} of the prompt ({feature.modality})"
             place = feature.mm_position
+            length = len(message.prompt_token_ids) if message.whole_prompt else place.length
             if place.num_embeds > self.most_embeds:
                 held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
                 raise ContextLengthError(
                     f"{item} takes {place.num_embeds} embeddings, and {held}. Make it smaller.",
                     "prompt",
                 )
-            if self.whole_items and place.length + encoded > self.max_num_batched_tokens:
+            if self.whole_items and length + encoded > self.max_num_batched_tokens:
                 encoder_share = f" beside the encoder's {encoded}" if encoded else ""
                 limit = (
                     f"the model needs them all in one step{encoder_share}, which takes "
                     f"{self.max_num_batched_tokens} (max_num_batched_tokens)"
                 )
                 raise ContextLengthError(
-                    f"{item} has {place.length} tokens, and {limit}. Make it smaller.", "prompt"
+                    f"{item} has {length} tokens, and {limit}. Make it smaller.", "prompt"
                 )
         sizes = {feature.mm_identifier: feature.mm_position.num_embeds for feature in features}
         if not self.chunked and (total := sum(sizes.values())) > self.most_embeds:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 from msgspec import structs
 
@@ -92,3 +94,10 @@ def cache_keys(features: Sequence[MultiModalFeatureSpec]) -> list[CacheKey]:
         CacheKey(feature.mm_position.offset, feature.mm_position.end, f"mm {feature.mm_identifier}")
         for feature in features
     ]
+
+
+def prompt_key(token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]) -> CacheKey:
+    """Cache key of a prompt whose keys and values depend on all of its tokens and items."""
+    names = repr([feature.mm_identifier for feature in features])
+    digest = sha256(array("q", token_ids).tobytes() + names.encode()).hexdigest()
+    return CacheKey(0, len(token_ids), f"prompt {digest}")

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from toolkit_lm.messages import EngineOutput, TokenLogprobs
-from toolkit_lm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from toolkit_lm.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    WeightVersionSpan,
+)
 from toolkit_lm.params import FinishReason, RequestOutputKind
 from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.sequence_text import SequenceText
@@ -35,8 +41,17 @@ class SequenceState:
         self.score: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.versions: list[WeightVersionSpan] = []
         self._taken = (0, 0, False)
         """Output that the caller has: pieces of text, tokens, and whether it has the end."""
+
+    def add_tokens(self, token_ids: list[int], weight_version: str) -> None:
+        """Adds tokens that weights of a version have sampled."""
+        before = len(self.token_ids)
+        self.token_ids += token_ids
+        if not self.versions or self.versions[-1].version != weight_version:
+            self.versions.append(WeightVersionSpan(weight_version, before, before))
+        self.versions[-1].end = len(self.token_ids)
 
     def whole(self) -> CompletionOutput:
         """The whole output, in objects of its own."""
@@ -72,6 +87,7 @@ class SequenceState:
             self.score,
             self.finish_reason,
             self.stop_reason,
+            self.versions if self.finish_reason else None,
         )
 
 
@@ -131,12 +147,10 @@ class RequestState:
             ]
         if output.token_ids:
             metrics = self.metrics
-            metrics.last_token_ts, metrics.num_generation_tokens = (
-                time.monotonic(),
-                metrics.num_generation_tokens + len(output.token_ids),
-            )
+            metrics.last_token_ts = time.monotonic()
+            metrics.num_generation_tokens += len(output.token_ids)
             metrics.first_token_ts = metrics.first_token_ts or metrics.last_token_ts
-        sequence.token_ids += output.token_ids
+        sequence.add_tokens(output.token_ids, output.weight_version)
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
         if output.score is not None:

@@ -23,6 +23,9 @@ class ToolCallDelta:
     """Name of the function; empty in all pieces of a call but the first."""
     arguments: str
     """The JSON text of an object, or a piece of it. The pieces of a call, joined, are the text."""
+    id: str = ""
+    """The id that the model wrote; empty in pieces of a call but the first, and if it wrote none.
+    """
 
 
 class AnswerDelta(NamedTuple):
@@ -196,9 +199,13 @@ class AnswerFormat(ABC):
         `format` of structural tags. None: it cannot be stated.
 
         Not `required`: any text is allowed, but the beginning of a call must be followed by a whole
-        call.
+        call. A text's schema may have an "x-grammar" in Lark.
         """
         return None
+
+    def content(self, structure: dict[str, Any]) -> dict[str, Any]:
+        """Returns the structure of an answer without calls whose content has `structure`."""
+        return structure
 
     def after_reasoning(
         self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]

@@ -37,6 +37,9 @@ class MultiModalRules:
     bidirectional: ClassVar[bool] = False
     """An item's tokens attend to each other in both directions: no chunk of a prompt ends inside
     one."""
+    whole_prompts: ClassVar[bool] = False
+    """All tokens of a prompt with items attend to each other in both directions. Needs
+    `bidirectional`."""
     surround: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Texts put before and after each placeholder, by modality. They are tokenized with the text
     around them."""
@@ -54,6 +57,11 @@ class MultiModalRules:
         placeholder's text."""
         return token
 
+    def texts(self, modality: str, data: Mapping[str, np.ndarray]) -> Mapping[str, Sequence[str]]:
+        """Texts among an item's tokens. `replacement` finds each name in `data`: their token ids
+        [texts, longest] int64, padded with -1."""
+        return {}
+
     def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
         """Returns the tokens for an item, computed from its arrays alone: from its processor's
         arrays, or from `embeds` [n, hidden size] and the arrays that go with it.
@@ -62,6 +70,11 @@ class MultiModalRules:
         shapes, types and sizes.
         """
         raise NotImplementedError
+
+    def complete(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens of a prompt with items, each a placeholder, as the model's own
+        processor completes them. What is complete stays as it is."""
+        return token_ids
 
     def check(
         self,

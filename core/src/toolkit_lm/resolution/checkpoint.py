@@ -109,7 +109,7 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     file or the architecture."""
     source = find_source(config.model, plugins)
     folder = _unpack(source, plugins)
-    hf_config = read_json(folder / "config.json")
+    hf_config = _merged(read_json(folder / "config.json"), config.model.hf_overrides)
     _check_config(hf_config, folder / "config.json")
     hf_config = _with_architectures(settled(hf_config), folder, plugins)
     hf_config = with_quantization(folder, hf_config, read_json)
@@ -118,6 +118,7 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
         folder if generation_source in ("checkpoint", "none") else Path(generation_source)
     ) / "generation_config.json"
     stated = read_json(generation) if generation.is_file() or generation.parent != folder else {}
+    stated = _merged(stated, config.model.override_generation_config)
     check_end_tokens(hf_config, stated)
     checkpoint = Checkpoint(
         path=str(folder),
@@ -252,6 +253,21 @@ _MOST = (
 far more than any model has."""
 
 
+def _merged(stated: dict[str, Any], overrides: str | dict[str, Any]) -> dict[str, Any]:
+    """Fields with others put over them, to any depth. Raises ConfigError for text that is not a
+    JSON object."""
+    if isinstance(overrides, str):
+        try:
+            overrides = msgspec.json.decode(overrides, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{overrides!r} is not a JSON object of fields: {error}") from None
+    merged = {**stated, **overrides}
+    for name, value in overrides.items():
+        if isinstance(value, dict) and isinstance(stated.get(name), dict):
+            merged[name] = _merged(stated[name], value)
+    return merged
+
+
 def _check_config(hf_config: dict[str, Any], path: Path) -> None:
     """Checks the numbers in config.json that would otherwise fail deep inside a model class, or
     never end. Raises CheckpointError."""
@@ -301,7 +317,9 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
         return wanted, [(wanted, None), *((name, None) for name in registered)]
     if not registered:
         registered = [
-            sibling for name in architectures if (sibling := _to_convert(name, plugins)) is not None
+            sibling
+            for name in architectures
+            if (sibling := _to_convert(name, checkpoint.hf_config, plugins)) is not None
         ]
     if registered:
         return registered[0], [(registered[0], None)]
@@ -315,10 +333,12 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
     raise _nothing_runs(architectures[0], checkpoint.path, candidates[1:], plugins)
 
 
-def _to_convert(architecture: str, plugins: Plugins) -> str | None:
+def _to_convert(architecture: str, hf_config: dict[str, Any], plugins: Plugins) -> str | None:
     """The language model that a pooling adapter can convert to `architecture`: for
-    LlamaForSequenceClassification, LlamaForCausalLM."""
-    if default_runner(architecture)[0] != "pooling":
+    LlamaForSequenceClassification, LlamaForCausalLM. None: an encoder-decoder model, which has no
+    classifier, and a config of several parts, which is not a language model's."""
+    runner, convert = default_runner(architecture)
+    if runner != "pooling" or (convert == "classify" and "text_config" in hf_config):
         return None
     stem = _POOLING_SUFFIX.sub("", architecture)
     return next(
@@ -326,6 +346,9 @@ def _to_convert(architecture: str, plugins: Plugins) -> str | None:
             f"{stem}{suffix}"
             for suffix in CONVERTIBLE_SUFFIXES
             if f"{stem}{suffix}" in plugins.models.architectures()
+            and not (
+                convert == "classify" and plugins.models.get(f"{stem}{suffix}").encoder_decoder
+            )
         ),
         None,
     )

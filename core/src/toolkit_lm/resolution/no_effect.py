@@ -217,6 +217,7 @@ RULES: dict[str, Reason] = {
     "revision": _no_hub,
     "verify_fallback": _no_fallback,
     "generation_config": _no_draws,
+    "override_generation_config": _no_draws,
     "seed": _no_draws,
     "quantization_skip": _nothing_quantized,
     "quantization_override": _nothing_quantized,
@@ -247,6 +248,7 @@ RULES: dict[str, Reason] = {
     "max_audio_seconds": _no_media,
     "max_n": _no_draws,
     "max_logprobs": _no_draws,
+    "logprobs_mode": _no_draws,
 }
 """Rules by option: when it has no effect. Options that are not listed always have one, or are
 refused."""

@@ -220,15 +220,19 @@ class PersistentBatch:
         specs: Sequence[KVCacheSpec],
         max_model_len: int,
         processors: ProcessorTable | None = None,
+        apart: Sequence[bool] = (),
     ) -> None:
         """`buffers`: those of the KV groups, which have these `specs`, and then those of layers
         that cache nothing.
 
-        `processors`: the plugins' logits processors, if sequences can use them.
+        `processors`: the plugins' logits processors, if sequences can use them. `apart`: groups
+        that see no flat batch; empty: all do.
         """
         num_rows = len(buffers.query_start.host) - 1
         self.buffers = buffers
         self.block_sizes = [spec.block_size for spec in specs]
+        self._is_apart = [*(apart or [False] * len(specs))]
+        self._is_apart += [True] * (len(buffers.groups) - len(specs))
         self.row_of: dict[int, int] = {}
         """Batch rows by seq_id."""
         self.encoders = EncoderRows(num_rows)
@@ -349,7 +353,7 @@ class PersistentBatch:
                 longest = int(lengths.max())
             seq_lens = buffer.seq_lens.host[: len(rows)]
             seq_lens[:] = lengths
-            if index >= len(self.block_sizes):
+            if self._is_apart[index]:
                 groups.append(GroupInputs(seq_lens, buffer.slots.host[:0], buffer.table.host[:0]))
                 continue
             table = self._block_tables[index]

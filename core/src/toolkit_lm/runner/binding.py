@@ -55,11 +55,13 @@ class LayerBindings:
         """Most entries of a row's block table, per backend."""
         self.num_cached = 0
         """Number of `backends` that belong to KV groups."""
+        self._apart: list[bool] = []
 
     def bind(self, kv_cache: KVCacheConfig, cache: KVCache) -> None:
         """Makes the backends, once. An exception of a backend names the plugin."""
         config = self._config
         self.num_cached = len(kv_cache.groups)
+        self._apart = [group.is_apart for group in kv_cache.groups]
         for index, group in enumerate(kv_cache.groups):
             spec = group.spec
             most = config.max_encoder_len if spec.of_encoder else config.max_model_len
@@ -112,10 +114,12 @@ class LayerBindings:
 
     def batch_backends(self, with_uncached: bool) -> list[CacheBackend | None]:
         """Backends that see a step's flat batch. `with_uncached`: also those of layers that cache
-        nothing. An encoder's layers see their own sequences instead."""
+        nothing. An encoder's layers see their own sequences instead, and a part's their own
+        passes."""
+        uncached = [not with_uncached] * (len(self.backends) - self.num_cached)
         return [
-            backend if index < self.num_cached or with_uncached else None
-            for index, backend in enumerate(self.backends)
+            None if is_apart else backend
+            for backend, is_apart in zip(self.backends, self._apart + uncached, strict=True)
         ]
 
     def graph_supports(self, with_uncached: bool) -> dict[str, GraphSupport | str]:

@@ -150,7 +150,9 @@ class ModelRunner:
             [group.spec for group in kv_cache.groups],
             self.config.max_model_len,
             self._processors,
+            [group.is_apart for group in kv_cache.groups],
         )
+        self._batch.sampling.logprobs_mode = self.config.limits.logprobs_mode
         self._sampler = RowSampler(self.model, self._batch)
         self._slots = Slots(self.parts.by_name, limits, self.device)
         self._context = ForwardContext(
@@ -234,15 +236,21 @@ class ModelRunner:
         """Returns hidden states [T, H] of the flat batch. None: the next pipeline stage
         continues."""
         arguments: dict[str, Any] = {}
+        if self._taps is not None and self._stage is None:
+            parts = self.parts.by_name.values()
+            self._taps.are_read = any(part.taps and part.reads_taps for part in parts)
         for change in self.parts.groups:
             change(inputs)
         for give in self.parts.inputs:
             arguments |= give(inputs)
         shape = None
-        if self.compiler is not None:
+        compiler = self.compiler
+        if compiler and any(part.calls_modules for part in self.parts.by_name.values()):
+            compiler = None
+        if compiler is not None:
             num_rows = len(inputs.rows)
             num_tokens = len(inputs.token_index)
-            shape = self.compiler.begin_step(
+            shape = compiler.begin_step(
                 num_rows, num_tokens, int(inputs.num_tokens.max()), whole=inputs.spans is None
             )
         if self._slots.fills:
@@ -255,7 +263,7 @@ class ModelRunner:
         arguments.setdefault("positions", positions)
         if self._stage is not None:
             self._stage.receive(arguments)
-        out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
+        out: Tensor | IntermediateTensors = (compiler or self.model)(input_ids, **arguments)
         if self._stage is not None:
             return self._stage.hand_on(out, len(input_ids))
         assert isinstance(out, Tensor), "a model of one stage gives hidden states"

@@ -45,7 +45,10 @@ def prompt_logprobs(
             token_ids = batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)
             following = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)
             known += token_logprobs(
-                logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row])
+                logits,
+                following,
+                np.full(stop - position, batch.sampling.prompt_logprobs[row]),
+                mode=batch.sampling.logprobs_mode,
             )
         if known:
             batch.num_prompt_logprobs[row] = last

@@ -141,6 +141,7 @@ def _run(
         stop_token_ids=[],
     )
     results = []
+    dropped = [-1]
     start = 0
     for chunk in chunks:
         end = start + chunk
@@ -156,9 +157,12 @@ def _run(
         plan = StepPlan(new=[] if start else [new], scheduled=[row])
         for add_example in runner.parts.calls("example") if start == 0 else ():
             add_example(plan)
+        for encoder in plan.encoders:
+            encoder.block_tables = tables
+            dropped.append(encoder.encoder_id)
         results.append(runner.execute(plan))
         start = end
-    runner.execute(StepPlan(dropped=[-1]))
+    runner.execute(StepPlan(dropped=dropped))
     return results[-2 if generates else -1]
 
 

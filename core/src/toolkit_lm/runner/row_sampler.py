@@ -266,30 +266,28 @@ class RowSampler:
     def _last_valid(self, sampled: Sampled, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Returns [R] the index of each row's last sample whose drafts are all sampled, too."""
         history = self._batch.history
-        num_drafts = lengths - 1
-        token_ids = np.array(sampled.token_ids)
-        ends = lengths.cumsum()
-        differs = np.ones(len(token_ids), bool)
-        drafting = np.flatnonzero(num_drafts)
-        drafts = history.drafts(rows[drafting], num_drafts[drafting], fill=-1)
-        is_draft = drafts >= 0
-        verified = _runs((ends - lengths)[drafting], num_drafts[drafting])
-        differs[verified] = token_ids[verified] != drafts[is_draft]
-        for index in sampled.errors:
-            # An error counts only where it is a row's first position. Elsewhere the row ends before
-            # it, and the next step meets it again.
-            is_first = index in (ends - lengths)
-            differs[index if is_first else index - 1] = True
-        stops = np.flatnonzero(differs)
-        found: np.ndarray = stops[np.searchsorted(stops, ends - lengths)]
-        return found
+        # An error counts only where it is a row's first position. Elsewhere the row ends before it,
+        # and the next step meets it again.
+        errors = sampled.errors
+        found: list[int] = []
+        start = 0
+        for row, length in zip(rows, lengths.tolist(), strict=True):
+            end = history.num_tokens[row]
+            last = start
+            for draft in history.token_ids[row, end : end + length - 1].tolist():
+                if draft != sampled.token_ids[last] or last in errors or last + 1 in errors:
+                    break
+                last += 1
+            found.append(last)
+            start += length
+        return np.array(found)
 
     def _accept_forced(self, inputs: StepInputs) -> np.ndarray:
         """Returns [S] the number of drafts per row that are accepted without sampling, since no
         other token is possible."""
         sampling = self._batch.sampling
         taken = np.zeros_like(inputs.num_drafts)
-        for index in inputs.num_drafts.nonzero()[0]:
+        for index in inputs.num_drafts.nonzero()[0] if self._certain else ():
             place = inputs.sampling[index]
             scheduled = inputs.plan.scheduled[place]
             row = inputs.rows[place]

@@ -36,7 +36,8 @@ class StepParts:
     def _list(self) -> None:
         self.add = self.calls("add")
         self.remove = self.calls("remove")
-        self.begin = self.named_calls("begin")
+        calls = self.named_calls("begin")
+        self.begin = sorted(calls, key=lambda call: self.by_name[call[0]].encodes)
         self.groups = self.calls("groups")
         self.inputs = self.calls("inputs")
         self.finish = self.named_calls("finish")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ class Run(StepRun):
     def __init__(self, runner: Any) -> None:
         """`runner`: the ModelRunner that makes it. Its module imports this one, hence no type."""
         self._runner = runner
+        self._layers: dict[nn.Module, tuple[list[str], Mapping[str, Any]]] = {}
+        """Names of the cache layers of modules that ran, and their named layers."""
 
     def sequences(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
         runner = self._runner
@@ -72,7 +74,10 @@ class Run(StepRun):
         context = runner._context
         backends = runner._bindings.backends
         metadata: list[Any] = [None] * len(backends)
-        for group in {context.bindings[name].group for name in cache_layers(model)}:
+        if (known := self._layers.get(model)) is None:
+            known = self._layers[model] = [*cache_layers(model)], named_layers(model)
+        names, layers = known
+        for group in {context.bindings[name].group for name in names}:
             table, slots = runner._batch.slots(group, persistent, counts, index)
             view = BatchView(
                 **common,
@@ -82,7 +87,7 @@ class Run(StepRun):
             backend = backends[group]
             assert backend is not None, "a group of layers that run here has a backend"
             metadata[group] = backend.build(view)
-        second = context._replace(metadata=metadata, layers=named_layers(model), slots={})
+        second = context._replace(metadata=metadata, layers=layers, slots={})
         with forward_context(second, within=context):
             out: Tensor = model(
                 to_device(np.concatenate(tokens).astype(np.int64), runner.device),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ _KEPT_BYTES = 2**25 - 2**16
 """Slightly below the largest threshold that glibc adapts to."""
 _MEASURING = 1.0
 """Seconds after which no other step is measured."""
+_KEPT = 0.5
+"""Seconds of measuring from which drafters keep what was measured."""
+_TIMED = 3
+"""Steps of which the fastest counts."""
 _GREEDY = SamplingParams(temperature=0)
 _MOST_MEMORY = SamplingParams(top_p=1 - 1e-7)
 """So large a top_p that all tokens are sorted, which needs the most memory."""
@@ -62,7 +66,8 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def measure_drafts(runner: ModelRunner) -> None:
-    """Measures decode steps with and without drafts, for the drafting part, once.
+    """Measures decode steps with and without drafts, for the drafting part, once. Leaves out
+    those that drafters know of earlier starts.
 
     Several ranks would have to agree on when to end, and graphs are captured for other shapes:
     there the steps that run are measured alone.
@@ -78,39 +83,51 @@ def measure_drafts(runner: ModelRunner) -> None:
     ):
         return
     most = min(max_drafts(group.spec for group in runner.kv_cache.groups), 7)
-    end = time.perf_counter() + _MEASURING
-    for rows in (1, 4, 16, 64):
-        for num_drafts in (0, 1, 3, 7):
-            fits = (
-                num_drafts <= most
-                and num_drafts + 3 <= config.max_model_len
-                and rows * (num_drafts + 1) <= config.scheduler.token_budget
-            )
-            if rows > config.scheduler.max_num_seqs or not fits or time.perf_counter() > end:
-                continue
-            seconds = _seconds_of_decode(runner, rows, num_drafts)
-            drafting.step_times.append((rows, num_drafts, seconds))
+    steps = drafting.step_times
+    steps += drafting.ask_first(lambda drafter: drafter.known_steps()) or []
+    known = {step[:2] for step in steps}
+    begun = time.perf_counter()
+    # The steps that grow most come last.
+    for num_drafts, rows in product((-1, 0, 1, 3, 7), (1, 4, 16, 64)):
+        if (
+            (rows, num_drafts) not in known
+            and num_drafts <= most
+            and _TIMED * (num_drafts + 1) + drafting.lookahead + 2 <= config.max_model_len
+            and rows * (num_drafts + 1) <= config.scheduler.token_budget
+            and rows <= config.scheduler.max_num_seqs
+            and time.perf_counter() - begun < _MEASURING
+        ):
+            steps.append((rows, num_drafts, _seconds_of_decode(runner, rows, num_drafts)))
+    if time.perf_counter() - begun > _KEPT:
+        drafting.ask_first(lambda drafter: drafter.keep_steps(steps))
 
 
 def _seconds_of_decode(runner: ModelRunner, rows: int, num_drafts: int) -> float:
-    """Seconds of a decode step of made-up sequences, the least of three."""
-    plan = _made_up(runner, rows, 1, room=num_drafts + 1)
+    """Seconds of a decode step of made-up sequences, the least of some. -1 drafts: no drafter is
+    asked."""
+    asks = num_drafts >= 0
+    num_drafts = max(num_drafts, 0)
+    tokens = [0] * (num_drafts + 1)
+    plan = _made_up(runner, rows, 1, room=_TIMED * len(tokens) + 1)
     plan.asks_drafters = False
     runner.execute(plan)
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-    tokens = [0] * (num_drafts + 1)
-    decode = StepPlan(
-        scheduled=[
-            ScheduledSequence(seq.seq_id, 1, num_drafts + 1, nothing_new, True, tokens, num_drafts)
-            for seq in plan.new
-        ],
-        asks_drafters=False,
-    )
+    starts = {seq.seq_id: 1 for seq in plan.new}
     seconds = []
-    for _ in range(3):
+    for _ in range(_TIMED):
+        decode = StepPlan(
+            scheduled=[
+                ScheduledSequence(seq_id, start, len(tokens), nothing_new, True, tokens, num_drafts)
+                for seq_id, start in starts.items()
+            ],
+            asks_drafters=asks,
+            max_drafts=dict.fromkeys(starts, num_drafts or 1),
+        )
         begun = time.perf_counter()
-        runner.execute(decode)
+        result = runner.execute(decode)
         seconds.append(time.perf_counter() - begun)
+        for seq_id, drawn in zip(starts, result.token_ids, strict=True):
+            starts[seq_id] += len(drawn)
     runner.execute(_drop(plan))
     return min(seconds)
 

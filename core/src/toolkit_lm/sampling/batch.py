@@ -205,6 +205,9 @@ class SamplingBatch:
     """Whether drafts of the row are verified one after the other: a logits processor keeps state
     that changes with each draw."""
 
+    logprobs_mode = "raw_logprobs"
+    """The option of this name, of all rows."""
+
     def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
         """`processors` is the table of plugins' logits processors. None: no request may name
         one."""

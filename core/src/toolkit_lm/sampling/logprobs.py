@@ -1,4 +1,4 @@
-"""Log probabilities of the model's own distribution, before any sampling parameter."""
+"""Log probabilities of tokens, or their logits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from toolkit_lm.sampling.transfer import to_device, to_host
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray | None = None
+    logits: Tensor,
+    token_ids: Tensor,
+    wanted: np.ndarray,
+    named: np.ndarray | None = None,
+    mode: str = "raw_logprobs",
 ) -> list[TokenLogprobs]:
     """Per row of logits [R, V], the log probability of its token [R] and of the likeliest `wanted`
     [R] ones.
 
     `named` [R] of objects: per row a list of token ids whose log probabilities are told, too, with
-    their ranks; None where there is none.
+    their ranks; None where there is none. `mode`: SamplingBatch.logprobs_mode; with one of logits,
+    these stand for the log probabilities.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    logprobs = logits.float()
+    if not mode.endswith("logits"):
+        logprobs = torch.log_softmax(logprobs, dim=-1)
     chosen = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(int(wanted.max()), logprobs.shape[-1]), dim=-1)

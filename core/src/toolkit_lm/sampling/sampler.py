@@ -31,7 +31,7 @@ from torch import Tensor
 from toolkit_lm.messages import SamplerState, TokenLogprobs
 from toolkit_lm.params import SamplingParams, leave_too_little
 from toolkit_lm.sampling.batch import MIN_TEMPERATURE, SamplingBatch
-from toolkit_lm.sampling.filters import distribution
+from toolkit_lm.sampling.filters import column, distribution
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
@@ -83,7 +83,9 @@ def sample(
         part, selected = (
             (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
         )
-        tokens, drawn, none_left = _draw(part.float(), selected, processors)
+        tokens, drawn, none_left, processed = _draw(part.float(), selected, processors)
+        if processed is not None:
+            scores = scores.float().index_copy(0, index, processed)
         # Tokens of a row that has failed are never used.
         token_ids[index] = torch.where(failed[index], token_ids[index], tokens)
         failed[index] |= none_left
@@ -110,11 +112,13 @@ def sample(
             processors.failed_drafts.clear()
     if rows.logprobs.max() < 0:
         return Sampled(drawn_ids, [], errors, states)
-    if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
+    if rows.logprobs_mode.startswith("processed"):
+        logits = scores
+    elif processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
         logits = logits.float().index_copy(
             0, to_device(np.array(changed), logits.device), scores[changed].float()
         )
-    logprobs = _logprobs(logits, token_ids, rows.logprobs, rows.logprob_token_ids)
+    logprobs = _logprobs(logits, token_ids, rows)
     return Sampled(drawn_ids, logprobs, errors, states)
 
 
@@ -160,9 +164,9 @@ def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
 
 def _draw(
     logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """[R, V] float32 -> [R] tokens; [R] what they were drawn with, where processors want to know;
-    [R] where nothing was left to draw."""
+    [R] where nothing was left to draw; [R, V] what a mode "processed" tells of them."""
     probs = distribution(logits, rows)
     if processors is not None:
         processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
@@ -177,7 +181,12 @@ def _draw(
         if processors is None
         else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
     )
-    return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0)
+    processed = None
+    if rows.logprobs_mode == "processed_logprobs":
+        processed = probs.log()
+    elif rows.logprobs_mode == "processed_logits":
+        processed = (logits / column(rows.temperature, logits)).masked_fill(probs <= 0, -math.inf)
+    return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0), processed
 
 
 def _why_none(logits: Tensor, params: SamplingParams) -> str:
@@ -185,10 +194,16 @@ def _why_none(logits: Tensor, params: SamplingParams) -> str:
     return leave_too_little(params, "no token that could be drawn") if is_finite else _NOT_FINITE
 
 
-def _logprobs(
-    logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray
-) -> list[TokenLogprobs | None]:
-    asking = np.flatnonzero(wanted >= 0)
+def _logprobs(logits: Tensor, token_ids: Tensor, rows: SamplingBatch) -> list[TokenLogprobs | None]:
+    asking = np.flatnonzero(rows.logprobs >= 0)
     index = to_device(asking, logits.device)
-    found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking], named[asking]))
-    return [next(found) if count >= 0 else None for count in wanted.tolist()]
+    found = iter(
+        token_logprobs(
+            logits[index],
+            token_ids[index],
+            rows.logprobs[asking],
+            rows.logprob_token_ids[asking],
+            mode=rows.logprobs_mode,
+        )
+    )
+    return [next(found) if count >= 0 else None for count in rows.logprobs.tolist()]

@@ -10,7 +10,9 @@ drafter.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence as Collection
+from statistics import median
 from typing import NamedTuple
 
 from msgspec import msgpack
@@ -19,7 +21,8 @@ from toolkit_lm.messages import DraftRequest, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.request import Request, Sequence
 
 Point = tuple[int, int, float]
-"""A measured step: rows, drafts of each row, seconds."""
+"""A measured step: rows, drafts of each row, seconds. -1 drafts: no drafter was asked."""
+
 
 _PRIOR: list[Point] = [(1, 0, 1.0), (1, 8, 1.25), (64, 0, 2.0), (64, 8, 6.0)]
 """Relative times of steps that nobody has measured: few rows read the weights, many compute."""
@@ -31,19 +34,29 @@ _WEIGHT = 4.0
 """Verified drafts of a position for which the position before it counts."""
 _LEAST_GAIN = 0.02
 """Expected tokens of a draft that is not worth ranking."""
+_RECENT = 7
+"""Steps of a cell whose median counts."""
 _CALIBRATING = 4
 """Steps without drafts that are measured before drafts at a new number of rows."""
 _LEAST_TRIED = 3
 """Steps with drafters before estimates alone end a try: the first verifies nothing."""
 _PROBED = 8
 """Drafts that the first steps of a try verify at most."""
+_MARGIN = 1.02
+"""Tokens per second with drafts to those without, at least."""
 _SHARE = 0.0075
 """Share of the time that tries may cost."""
-_MOST_DEBT = 3.0
+_MOST_DEBT = 1.0
 """Plain steps that a try may cost."""
+_CREDIT = 0.5
+"""Plain steps that are earned before what the estimates refuse is tried."""
 _PAUSE = 64
 """Least number of steps without drafts between two tries."""
-_LONGEST_TRY = 400
+_DOUBLINGS = 3
+"""Most doublings of the pause, one for each try in a row that found no gain."""
+_OBSERVED = 8
+"""Plain steps before a try that are observed."""
+_LONGEST_TRY = 200
 """Steps with drafters after which plain steps are measured again."""
 _PLAIN = -1
 """Class of steps for which no drafter is asked. Others: 0, no drafts; and by drafts of a row."""
@@ -65,53 +78,58 @@ class StepTimes:
     """Estimates the time of a decode step: measured points, corrected by the steps that run."""
 
     def __init__(self, points: Collection[Point] = ()) -> None:
-        points = points or _PRIOR
-        self._curves: dict[int, list[tuple[int, float]]] = {}
-        for rows, drafts, seconds in sorted(points):
-            self._curves.setdefault(rows, []).append((drafts, seconds))
-        self._measured: dict[tuple[int, int], float] = {}
+        self._curves: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
+        """Measured steps by rows, without drafters and with them."""
+        self._measured: dict[tuple[int, int, bool], float] = {}
         """Seconds by the points alone, by rows and drafts: those that were asked for."""
-        self._errors: dict[tuple[int, int], tuple[float, int]] = {}
-        """Logarithm of what steps took to what was measured, and number of steps, by cell."""
+        for rows, drafts, seconds in sorted(points or _PRIOR):
+            self._curves[drafts < 0].setdefault(rows, []).append((max(drafts, 0), seconds))
+        asked = self._curves[False]
+        for rows, [(_, seconds)] in self._curves[True].items():
+            curve = asked.setdefault(rows, [(0, seconds)])
+            if len(curve) == 1:
+                # Drafts that were not measured cost what as many rows do.
+                more = self._of_points(8 * rows, 0, True) / seconds
+                curve.append((curve[0][0] + 7, curve[0][1] * more))
+        self._recent: dict[tuple[int, int], deque[float]] = {}
+        """Logarithms of what the last steps took to what was measured, by cell."""
+        self._errors: dict[tuple[int, int], float] = {}
+        """Their medians: a step that was interrupted counts for nothing."""
 
     def predict(self, rows: int, num_drafts: int, *, plain: bool = False) -> float:
         """Seconds of a step of `rows` that verifies `num_drafts` in all. `plain`: no drafter is
         asked."""
         cell = _cell(rows, num_drafts, plain)
-        return self._of_points(rows, num_drafts) * math.exp(self._error(cell))
+        return self._of_points(rows, num_drafts, plain) * math.exp(self._error(cell))
 
     def observe(self, rows: int, num_drafts: int, seconds: float, *, plain: bool = False) -> None:
         """Records the duration of a step."""
         cell = _cell(rows, num_drafts, plain)
-        found = math.log(max(seconds, 1e-9) / self._of_points(rows, num_drafts))
-        error, count = self._errors.get(cell, (found, 0))
-        # One step that was interrupted does not count for more than a tenth.
-        change = min(max(found - error, -0.5), 0.5)
-        self._errors[cell] = error + change * max(0.1, 1 / (count + 1)), count + 1
+        recent = self._recent.setdefault(cell, deque(maxlen=_RECENT))
+        recent.append(math.log(max(seconds, 1e-9) / self._of_points(rows, num_drafts, plain)))
+        self._errors[cell] = median(recent)
 
     def num_plain(self, rows: int) -> int:
         """Number of plain steps that were observed with about as many rows."""
-        return self._errors.get(_cell(rows, 0, True), (0.0, 0))[1]
+        return len(self._recent.get(_cell(rows, 0, True), ()))
 
-    def _of_points(self, rows: int, num_drafts: int) -> float:
-        if (known := self._measured.get((rows, num_drafts))) is not None:
+    def _of_points(self, rows: int, num_drafts: int, plain: bool) -> float:
+        place = rows, num_drafts, plain
+        if (known := self._measured.get(place)) is not None:
             return known
-        each = num_drafts / rows
-        sizes = [*self._curves]
-        times = [_interpolate(self._curves[size], each) for size in sizes]
-        logs = [math.log2(size) for size in sizes]
-        found = _interpolate(list(zip(logs, times, strict=True)), math.log2(rows))
-        return self._measured.setdefault((rows, num_drafts), found)
+        curves = self._curves[plain] or self._curves[not plain]
+        times = [(size, _interpolate(curve, num_drafts / rows)) for size, curve in curves.items()]
+        return self._measured.setdefault(place, _interpolate(times, rows))
 
     def _error(self, cell: tuple[int, int]) -> float:
         """That of the nearest cell with one: of as many rows, if there is any."""
         if cell in self._errors:
-            return self._errors[cell][0]
+            return self._errors[cell]
         if not self._errors:
             return 0.0
         size, kind = cell
         nearest = min(self._errors, key=lambda c: (abs(c[0] - size), abs(c[1] - kind), c))
-        return self._errors[nearest][0]
+        return self._errors[nearest]
 
 
 class Acceptance:
@@ -200,11 +218,19 @@ class DraftBudget:
         self._left = _CALIBRATING
         """Least number of steps until drafters are tried."""
         self._debt = 0.0
-        """Seconds that tries have cost, and that plain steps have not earned yet."""
+        """Plain steps that tries have cost, and that plain steps have not earned yet."""
+        self._failures = 0
+        """Tries in a row that found no gain."""
         self._num_tried = 0
 
     def begin_step(self, running: Collection[Request]) -> None:
         """Decides on a step before it is planned."""
+        if self._overlaps and self._left > 0 and not (self.is_asking or self._is_trying):
+            for request in running:
+                request.needs_tokens = request.search is not None
+            # A plan has the last ones.
+            self.limits = {}
+            return
         sequences = [seq for request in running for seq in request.unfinished]
         self.limits = {
             seq.seq_id: 0 if seq.request.search else seq.request.max_asked for seq in sequences
@@ -236,19 +262,21 @@ class DraftBudget:
         if plan.num_tokens != rows + num_drafts or plan.new:
             return
         if not plan.asks_drafters:
-            if not num_drafts:
+            if not num_drafts and self._left <= _OBSERVED:
                 self.times.observe(rows, 0, seconds, plain=True)
             self._left -= 1
-            self._debt = max(0.0, self._debt - _SHARE * seconds)
+            self._debt = max(-_CREDIT, self._debt - _SHARE)
             return
         self.times.observe(rows, num_drafts, seconds)
         # Estimates: a step that other processes interrupt says nothing of drafters.
         plain = self.times.predict(rows, 0, plain=True)
-        lost = self.times.predict(rows, num_drafts) - num_output_tokens * plain / rows
-        self._debt = max(0.0, self._debt + lost)
+        lost = self.times.predict(rows, num_drafts) / plain - num_output_tokens / rows
+        self._debt = max(-_CREDIT, self._debt + lost)
         self._num_tried += 1
-        if self._debt > _MOST_DEBT * plain and self._rests:
-            self._rest(_PAUSE)
+        if self._num_tried == _PAUSE:
+            self._failures = 0
+        if self._debt > _MOST_DEBT and self._rests:
+            self._fail()
 
     def add(self, request: Request) -> None:
         """Sets the limit of a request that is queued."""
@@ -268,15 +296,15 @@ class DraftBudget:
 
     def _choose(self, wanted: Collection[Sequence], rows: int) -> None:
         """Begins or ends a try, and limits the drafts of the sequences that may have some."""
-        if self._rests:
-            if not self._is_trying:
-                if self._left > 0 or self._debt > 0:
-                    return
-                self._is_trying = True
-                self._num_tried = 0
-            if self.times.num_plain(rows) < _CALIBRATING or self._num_tried >= _LONGEST_TRY:
-                self._rest(_CALIBRATING)
-                return
+        begins = self._rests and not self._is_trying
+        if begins and (self._left > 0 or self._debt > 0):
+            return
+        if self._rests and (
+            self.times.num_plain(rows) < _CALIBRATING
+            or (self._num_tried >= _LONGEST_TRY and not begins)
+        ):
+            self._rest(_CALIBRATING)
+            return
         chances = self.acceptance.chances()
         ranked = sorted(
             (-gain, at, seq.seq_id)
@@ -285,6 +313,15 @@ class DraftBudget:
                 self.acceptance.gains(seq.seq_id, chances[: seq.request.max_asked])
             )
         )
+        if begins:
+            if not self._num_best(ranked, rows) and (
+                self._failures % 2 == 0 or self._debt > -_CREDIT
+            ):
+                # The estimates say no. Only every other time that is put to the test.
+                self._fail()
+                return
+            self._is_trying = True
+            self._num_tried = 0
         # A row's gains fall, so that the best of all are the first of each row.
         probed = min(len(wanted), _PROBED) if self._num_tried < _LEAST_TRIED else 0
         self.limits = dict.fromkeys(self.limits, 0)
@@ -295,7 +332,12 @@ class DraftBudget:
                 # It verifies nothing: what is known of it grows old.
                 row[:] = row[0] * 0.97, row[1] * 0.97
         if self._rests and not any(self.limits.values()):
-            self._rest(_PAUSE)
+            self._fail()
+
+    def _fail(self) -> None:
+        """Rests, the longer the more often no gain was found."""
+        self._rest(_PAUSE << min(self._failures, _DOUBLINGS))
+        self._failures += 1
 
     def _rest(self, num_steps: int) -> None:
         self._is_trying = False
@@ -305,6 +347,7 @@ class DraftBudget:
         """Number of the first drafts that give the most tokens per second."""
         best = 0
         rate = rows / self.times.predict(rows, 0, plain=self._rests)
+        rate *= _MARGIN if self._rests else 1
         expected = float(rows)
         size = 0
         for count in _counts(len(ranked)):

@@ -6,10 +6,18 @@ import hashlib
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import structs
 
 from toolkit_lm.kv.block_manager import BlockManager
 from toolkit_lm.kv.group_blocks import GroupBlocks
-from toolkit_lm.messages import CacheKey, EncoderInput, NewEncoder
+from toolkit_lm.messages import (
+    CacheKey,
+    EncoderInput,
+    EngineRequest,
+    MultiModalFeatureSpec,
+    NewEncoder,
+    PlaceholderRange,
+)
 
 
 class Encoder:
@@ -26,11 +34,17 @@ class Encoder:
         self.seq_id = seq_id
         self.input = input
         self.num_tokens = input.num_tokens
-        self.digest = hashlib.sha256(msgspec.msgpack.encode((salt, cache_keys, input))).hexdigest()
+        self.digest = self.renew(salt, cache_keys)
         """Digest of everything that the keys and values depend on."""
         self.is_computed = False
         """The keys and values are in the blocks, or will be after the planned step."""
         self.on_worker = False
+
+    def renew(self, salt: str, cache_keys: Sequence[CacheKey]) -> str:
+        """Makes the digest anew, and returns it."""
+        content = msgspec.msgpack.encode((salt, cache_keys, self.input))
+        self.digest = hashlib.sha256(content).hexdigest()
+        return self.digest
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Hashes of the encoder's blocks. Every token attends to all others, so each block depends
@@ -95,3 +109,14 @@ def _whole(group: GroupBlocks, encoder: Encoder) -> int:
     """Number of tokens that the blocks hold. Nothing is ever appended to the last block, so it
     counts as full."""
     return group.spec.num_blocks(encoder.num_tokens) * group.size
+
+
+def over_prompt(message: EngineRequest) -> list[MultiModalFeatureSpec]:
+    """The items of a request whose prompt must be whole: each has all of it for its place."""
+    features = []
+    for feature in message.features:
+        place = feature.mm_position
+        mask = [False] * len(message.prompt_token_ids)
+        mask[place.offset : place.end] = place.mask or [True] * place.length
+        features.append(structs.replace(feature, mm_position=PlaceholderRange(0, len(mask), mask)))
+    return features

@@ -33,6 +33,10 @@ class Planner:
     method fails all requests that use the part, later ones included. Other requests continue.
     """
 
+    engine: Any
+    """The EngineCore, set after the constructor: for methods that `call_workers` calls.
+    `worker_method` marks them, as it does those of a worker's half."""
+
     def __init__(self, config: VllmConfig, facts: Raw, *, options: Any) -> None:
         """`config` is resolved. `facts`: the worker half's description of itself, as msgpack; nil
         if there is none. `options`: the plugin's own options, or None."""
@@ -103,7 +107,9 @@ class Planners:
         self._list()
 
     @classmethod
-    def make(cls, config: VllmConfig, plugins: Plugins, facts: Mapping[str, Raw]) -> Planners:
+    def make(
+        cls, config: VllmConfig, plugins: Plugins, facts: Mapping[str, Raw], engine: object = None
+    ) -> Planners:
         """Makes the planners of plugins' parts. `facts`: the worker half's description of itself,
         by part. Raises PluginError."""
         entries = plugins.parts.used("planner", config)
@@ -111,10 +117,9 @@ class Planners:
         for entry in entries:
             fact = facts.get(entry.key) or NIL
             options = plugins.options(entry.plugin)
-            made.add(
-                entry.key,
-                plugins.parts.make_half(entry.key, "planner", config, fact, options=options),
-            )
+            half = plugins.parts.make_half(entry.key, "planner", config, fact, options=options)
+            half.engine = engine
+            made.add(entry.key, half)
         return made
 
     def add(self, name: str, planner: Planner) -> None:
@@ -140,7 +145,8 @@ class Planners:
         self.commits = self._overridden("commit")
         self.releases = self._overridden("release")
         self.end_steps = self._overridden("end_step")
-        self.of_plugins = [name for name in self.by_name if name != MEDIA]
+        methods = dict([*self.fits, *self.commits, *self.releases])
+        self.of_plugins = [name for name in methods if name != MEDIA]
         self.awaiting = self._overridden("awaits")
         self._updates = dict(self._overridden("update"))
 

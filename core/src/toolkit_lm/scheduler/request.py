@@ -25,7 +25,7 @@ from toolkit_lm.messages import (
 )
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
-from toolkit_lm.scheduler.encoder import Encoder
+from toolkit_lm.scheduler.encoder import Encoder, over_prompt
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -271,9 +271,9 @@ class Request:
             self.encoder = Encoder(next(ids), message.encoder, rules.salt, message.cache_keys)
             self.salt = self.encoder.digest
         self.cache_keys = message.cache_keys
-        self.features = message.features
+        self.features = over_prompt(message) if message.whole_prompt else message.features
         """Multimodal items of the prompt, by offset."""
-        self.media_end = message.features[-1].mm_position.end if message.features else 0
+        self.media_end = self.features[-1].mm_position.end if self.features else 0
         """Position from which on no token belongs to a multimodal item."""
         self.planned_end = 0
         """Position from which on planners need not see the tokens."""
@@ -407,13 +407,13 @@ class Request:
                 seq.candidates = None
 
     def forget_all(self) -> None:
-        """Resets the request as `forget_computed` does. In addition, the worker no longer holds it,
-        and no results will come."""
+        """`forget_computed`, and the worker no longer holds the request: no results will come."""
         self.forget_computed()
         for part in self.parts:
             part.on_worker = False
         for seq in self.unfinished:
             seq.num_placeholders = 0
+            seq._hashes = None
 
     @property
     def parts(self) -> list[Sequence | Encoder]:

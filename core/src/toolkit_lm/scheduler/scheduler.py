@@ -46,9 +46,11 @@ class Scheduler:
     may be planned before the results of the previous one are in. The tokens that the previous step
     will sample are placeholders until then.
 
-    The class decides which requests compute. Each other module of the folder answers one of its
-    questions.
+    The class decides which requests compute. Other modules of the folder answer its questions.
     """
+
+    paused = False
+    """Nothing is planned. Requests stay as they are."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Scheduler:
         )
         self.quarantine = Quarantine()
         self.events = EventLog()
-        self._endings = Endings(self.roster, self.request_blocks, self.quarantine, self.events)
+        self.endings = Endings(self.roster, self.request_blocks, self.quarantine, self.events)
         self.outputs: list[EngineOutput] = []
         """Outputs of requests that ended between steps, since the engine last took them."""
         self.has_failed = False
@@ -134,7 +136,7 @@ class Scheduler:
         request = self.roster.requests.get(request_id)
         if request is not None:
             # The beams of a search end together.
-            self._endings.finish(
+            self.endings.finish(
                 request,
                 [seq for seq in request.unfinished if index in (None, seq.index) or request.search],
                 reason,
@@ -147,7 +149,7 @@ class Scheduler:
         if request is None:
             return []
         self.request_blocks.forget_contents(request)
-        return self._endings.end(request, "error", error)
+        return self.endings.end(request, "error", error)
 
     # One step
 
@@ -161,6 +163,8 @@ class Scheduler:
             self._fail_parts()
         if self.roster.loading:
             self.request_blocks.end_late_loads(now)
+        if self.paused:
+            return None
         # Sequences that are dropped during planning go into this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
         if self.draft_budget is not None:
@@ -201,7 +205,7 @@ class Scheduler:
     def _fail_parts(self) -> None:
         """Ends the requests that use a part whose planner has failed."""
         for request, error in self.planners.drain_failed(self.roster.requests.values()):
-            self.outputs += self._endings.end(request, "error", error)
+            self.outputs += self.endings.end(request, "error", error)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Adds the tokens that a step sampled, and ends complete sequences. Steps come in the order
@@ -220,7 +224,7 @@ class Scheduler:
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
-                self._endings.finish(request, [seq], "stop")
+                self.endings.finish(request, [seq], "stop")
                 outputs.append(seq.output("stop", [], [], [], result.pooled[row.seq_id]))
             elif row.samples and request.search:
                 outputs += self._store_candidates(
@@ -243,11 +247,8 @@ class Scheduler:
         return outputs
 
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
-        """Steps failed or were interrupted, so the runner's state cannot be relied on.
-
-        All requests are computed again. The method is safe after an interrupt at any point of an
-        update.
-        """
+        """Steps failed or were interrupted, so the runner's state cannot be relied on. All requests
+        are computed again. Safe after an interrupt at any point of an update."""
         self.roster.requeue_all(plans)
         self.request_blocks.reset(plans)
         self.has_failed = True
@@ -310,7 +311,7 @@ class Scheduler:
                     budget -= self.request_blocks.commit(plan, request, ranges)
                     position += 1
             except PlannerError as error:
-                self.outputs += self._endings.end(request, "error", str(error))
+                self.outputs += self.endings.end(request, "error", str(error))
         return budget, preempted
 
     def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: Collection[Request]) -> None:
@@ -337,7 +338,7 @@ class Scheduler:
                 ranges = self.request_blocks.ranges(request, tokens)
                 budget -= self.request_blocks.commit(plan, request, ranges)
             except PlannerError as error:
-                self.outputs += self._endings.end(request, "error", str(error))
+                self.outputs += self.endings.end(request, "error", str(error))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """Schedules the quarantined request alone. It fits, since all others wait without blocks.
@@ -349,7 +350,7 @@ class Scheduler:
             ranges = self.request_blocks.ranges(request, self.max_num_batched_tokens)
             self.request_blocks.commit(plan, request, ranges)
         except PlannerError as error:
-            self.outputs += self._endings.end(request, "error", str(error))
+            self.outputs += self.endings.end(request, "error", str(error))
 
     def _release_from_quarantine(self, request: Request) -> None:
         """The request has sampled a token, so it did not cause the failure. It makes room for the
@@ -400,7 +401,7 @@ class Scheduler:
         if request.first_token_time is None:
             self.events.first_token(request)
         if reason is not None:
-            self._endings.finish(request, [seq], reason)
+            self.endings.finish(request, [seq], reason)
         if self.quarantine.quarantined:
             self._release_from_quarantine(request)
         return seq.output(reason, tokens, logprobs[: len(tokens)], prompt_logprobs)
@@ -421,12 +422,12 @@ class Scheduler:
         outputs: list[EngineOutput] = []
         if forks := step.advance(self._seq_ids):
             for seq in self.request_blocks.replace_beams(request, forks):
-                self._endings.release(seq)
+                self.endings.release(seq)
         elif len(outputs := step.outputs()) < (n := request.params.n):
             problem = leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}")
-            outputs = self._endings.end(request, "error", problem)
+            outputs = self.endings.end(request, "error", problem)
         else:
-            self._endings.finish(request, request.unfinished, outputs[0].finish_reason or "stop")
+            self.endings.finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
         return outputs
 
@@ -435,4 +436,4 @@ class Scheduler:
             request = self.roster.requests.get(request_id)
             # A new request may have reused the id of a finished one.
             if request is not None and request.deadline is not None and request.deadline <= now:
-                self.outputs += self._endings.end(request, "timeout")
+                self.outputs += self.endings.end(request, "timeout")

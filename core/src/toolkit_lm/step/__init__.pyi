@@ -1,5 +1,5 @@
 from .calls import worker_method as worker_method
-from .drafter import Drafter as Drafter
+from .drafter import Drafter as Drafter, StepTime as StepTime
 from .inputs import (
     EncoderBatch as EncoderBatch,
     GroupInputs as GroupInputs,

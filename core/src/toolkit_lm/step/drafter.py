@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import StepResult
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.step.inputs import StepInputs
 from toolkit_lm.step.part import StepPart, StepRun
+
+StepTime = tuple[int, int, float]
+"""A measured decode step: rows, drafts of each row, seconds. -1 drafts: no drafter was asked."""
 
 
 class Drafter(StepPart):
@@ -29,6 +34,25 @@ class Drafter(StepPart):
     ranks = "last_stage"
     rests: ClassVar[bool] = True
     """Steps may go by without `finish`, where drafts do not pay. `follow` is then called."""
+    follows_decodes: bool = True
+    """`follow` is also called in steps that compute one token of each sequence that is known. Read
+    in each step: with several ranks, the same on all."""
+
+    def known_steps(self) -> list[StepTime]:
+        """Decode steps that an earlier start has measured on this machine, with this config. They
+        are not measured again. Only the first drafter of a chain is asked."""
+        return []
+
+    def keep_steps(self, steps: Sequence[StepTime]) -> None:
+        """Keeps measured steps for later starts. Only called if measuring has taken long."""
+
+    @classmethod
+    def describe(
+        cls, model: nn.Module, config: VllmConfig, *, plugins: Plugins, options: Any
+    ) -> list[str]:
+        """Returns lines for `toolkit explain`: what the drafter holds, and what it costs. `model`
+        is on the device "meta". No weight is read. Other arguments as of the constructor."""
+        return []
 
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:

@@ -93,9 +93,14 @@ class StepPart:
     then run only inside `step.sequences`, and not in the forward pass."""
     asks: ClassVar[Sequence[str]] = ()
     """Methods of the model that the part calls. A model that lacks one of them is refused."""
+    encodes: ClassVar[bool] = False
+    """`begin` computes with the model, so that it is called after that of other parts."""
     lookahead: int = 0
     """Slots of the part's own layers beyond the tokens of a step, for `StepRun.forward`. Read once,
     after the constructor."""
+    calls_modules: bool = False
+    """The step's forward pass must call the model's modules, even if the model is compiled. Read in
+    each step, after `groups`."""
     taps: Sequence[str] = ()
     """Names of model layers ("model.layers.3") whose outputs `step.tap` returns: hidden states with
     the residual, before any following norm.
@@ -103,6 +108,8 @@ class StepPart:
     Read once, after the constructor, which may set it. On a pipeline stage without the part, the
     value of `taps_of` is used.
     """
+    reads_taps: bool = True
+    """`step.tap` is called in this step. Read in each step, after `begin`."""
     buffers: Mapping[str, tuple[Literal["token", "row"], torch.dtype]] = MappingProxyType({})
     """Buffers that `context` fills for each token or row of a step, by name. Layers and linear
     methods read them with `toolkit_lm.attention.slots(name)`. Read once, after the constructor.

@@ -91,6 +91,7 @@ class ModelRegistry(Registry[ModelEntry]):
         runner: str = "generate",
         renderer: str | None = None,
         length_keys: tuple[str, ...] = LENGTH_KEYS,
+        encoder_decoder: str | None = None,
         multimodal: str | None = None,
         override: bool = False,
     ) -> None:
@@ -107,6 +108,7 @@ class ModelRegistry(Registry[ModelEntry]):
             runner=runner,
             renderer=renderer,
             length_keys=length_keys,
+            encoder_decoder=encoder_decoder,
             multimodal=multimodal,
             override=override,
             is_fallback=True,
