@@ -30,7 +30,7 @@ INPUTS = 96
 OUTPUTS = (64, 32, 48)
 """Parts of the layer's outputs."""
 KINDS = [0, 1, 2, 1, 0, 2, 2, 3, 3, 3, *[1] * 40, 2, 0, 3]
-"""By row, its adapter; 0: none. Adapter 1 has a run, and 3 rows that are far apart."""
+"""The adapter of each row; 0: none. Adapter 1 has a run, and 3 rows that are far apart."""
 
 
 def made(dtype: torch.dtype, kernels: CpuKernels, *, quantized: bool = False) -> Any:
@@ -173,3 +173,16 @@ def test_rows_past_the_last_are_an_error() -> None:
     low_rank.set([AdaptedRows(pairs, 1.0, np.array([1, 2]))], 2)
     with pytest.raises(ValueError, match="there are 2 rows, and an adapter of row 2"):
         method.apply(torch.randn(2, INPUTS), None)
+
+
+def test_pairs_lie_side_by_side_in_one_chunk() -> None:
+    """Huge pages: A and B of small ones would miss the TLB at every few panels."""
+    kernels = CpuKernels()
+    method, _ = made(torch.float32, kernels)
+    low_rank = kernels.low_rank()
+    assert low_rank is not None
+    pairs = [low_rank.pack(method, parts) for parts in PAIRS.values()]
+    tensors = [tensor for pair in pairs for tensor in pair.tensors]
+    firsts = [tensor.data_ptr() for tensor in tensors]
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    assert max(ends) - min(firsts) < sum(pair.nbytes for pair in pairs) + 64 * len(tensors)

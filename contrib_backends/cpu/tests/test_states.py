@@ -1,5 +1,5 @@
-"""Convolutions and linear attention of recurrent layers: equal to the formula in float64, and the
-same bits however steps cut sequences, and whatever else is in a step."""
+"""Convolutions, linear attention and scans of recurrent layers: equal to the formula in float64,
+and the same bits however steps cut sequences, and whatever else is in a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import pytest
 import torch
 from toolkit_lm_cpu import states
 from toolkit_lm_cpu.library import KERNELS
-from toolkit_lm_cpu.states import Convolutions, latent_attention, linear_attention
+from toolkit_lm_cpu.states import (
+    Convolutions,
+    latent_attention,
+    linear_attention,
+    selective_scan,
+)
 
 GROUPS = 2
 HEADS = 4
@@ -29,11 +34,13 @@ def random(*shape):
     return torch.rand(*shape) - 0.5
 
 
-def inputs(count, length, keys, values):
+def inputs(count, length, keys, values, *, per_key=False):
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(3)
     mixed = random(count, length, 2 * GROUPS * keys + HEADS * values)
     decay, factor = torch.rand(2, count, length, HEADS)
+    if per_key:
+        decay = torch.rand(count, length, HEADS, keys)
     torch.random.set_rng_state(generator_state)
     return mixed, decay, factor
 
@@ -62,7 +69,7 @@ def formula(mixed, decay, factor, keys, eps, state):
     outs = []
     after = []
     for t in range(mixed.shape[1]):
-        state = state * decay[:, t, :, None, None]
+        state = state * decay[:, t].reshape(len(state), HEADS, -1, 1)
         value = v[:, t]
         if eps is not None:
             value = value - torch.einsum("rhk,rhkv->rhv", k[:, t], state)
@@ -73,16 +80,16 @@ def formula(mixed, decay, factor, keys, eps, state):
     return torch.stack(outs, 1), after
 
 
-@pytest.mark.parametrize("eps", [None, EPS])
+@pytest.mark.parametrize(("eps", "per_key"), [(None, False), (EPS, False), (EPS, True)])
 @pytest.mark.parametrize("places", [1, 4])
 @pytest.mark.parametrize(
     ("length", "keys", "values"), [(1, 128, 64), (3, 16, 16), (9, 48, 80), (5, 32, 144)]
 )
 @pytest.mark.parametrize("start", [0, 6])
-def test_linear_attention_is_its_formula(eps, places, length, keys, values, start):
+def test_linear_attention_is_its_formula(eps, per_key, places, length, keys, values, start):
     ring = random(4, places, HEADS, keys, values)
     first = ring[1:, (start - 1) % places] * (start > 0)
-    given = inputs(3, length, keys, values)
+    given = inputs(3, length, keys, values, per_key=per_key)
     expected, after = formula(*given, keys, eps, first)
     out = attend(*given, keys, eps, ring, rows_of(3, length, start))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -91,10 +98,12 @@ def test_linear_attention_is_its_formula(eps, places, length, keys, values, star
         torch.testing.assert_close(found, after[t], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("eps", [None, EPS])
-def test_bits_depend_on_no_cut_and_no_neighbour(eps):
+@pytest.mark.parametrize(
+    ("eps", "per_key"), [(None, False), (None, True), (EPS, False), (EPS, True)]
+)
+def test_bits_depend_on_no_cut_and_no_neighbour(eps, per_key):
     length = 11
-    given = inputs(3, length, 32, 80)
+    given = inputs(3, length, 32, 80, per_key=per_key)
     ring = torch.zeros(4, 1, HEADS, 32, 80)
     whole = attend(*given, 32, eps, ring, rows_of(3, length))
     cut_ring = torch.zeros_like(ring)
@@ -109,6 +118,62 @@ def test_bits_depend_on_no_cut_and_no_neighbour(eps):
         alone = attend(
             *(x[row : row + 1] for x in given), 32, eps, torch.zeros_like(ring), rows_of(1, length)
         )
+        assert alone.equal(whole[row : row + 1])
+
+
+def scan(given, ring, rows):
+    """A scan of x, time [R, L, C], rates [N, C] and of both factors in one tensor [R, L, 2 N]."""
+    x, time, rates, factors = given
+    x, time, factors = (one.flatten(0, 1).contiguous() for one in (x, time, factors))
+    out = torch.zeros_like(x)
+    assert selective_scan(x, time, rates, *factors.chunk(2, dim=-1), ring, rows, out)
+    return out.view(given[0].shape)
+
+
+def scan_inputs(count, length, channels, size):
+    torch.manual_seed(3)
+    time = torch.rand(count, length, channels)
+    rates = -20 * torch.rand(size, channels)
+    return random(count, length, channels), time, rates, random(count, length, 2 * size)
+
+
+@pytest.mark.parametrize(
+    ("length", "channels", "size", "places", "start"),
+    [(1, 64, 16, 1, 0), (1, 80, 5, 4, 6), (7, 144, 16, 4, 0), (9, 16, 1, 1, 6)],
+)
+def test_a_scan_is_its_formula(length, channels, size, places, start):
+    given = scan_inputs(3, length, channels, size)
+    ring = random(4, places, size, channels)
+    state = (ring[1:, (start - 1) % places] * (start > 0)).double()
+    out = scan(given, ring, rows_of(3, length, start))
+    x, time, rates, factors = (one.double() for one in given)
+    into, out_of = factors.chunk(2, dim=-1)
+    for t in range(length):
+        state = state * torch.exp(time[:, t, None] * rates)
+        state += into[:, t, :, None] * x[:, t, None]
+        expected = (state * out_of[:, t, :, None]).sum(1)
+        torch.testing.assert_close(out[:, t].double(), expected, rtol=1e-5, atol=1e-5)
+        if t >= length - places:
+            found = ring[1:, (start + t) % places].double()
+            torch.testing.assert_close(found, state, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_of_a_scan_depend_on_no_cut_and_no_neighbour():
+    length = 11
+    x, time, rates, factors = scan_inputs(3, length, 80, 16)
+    ring = torch.zeros(4, 1, 16, 80)
+    whole = scan((x, time, rates, factors), ring, rows_of(3, length))
+    cut_ring = torch.zeros_like(ring)
+    start = 0
+    for size in (1, 4, 1, 5):
+        at = slice(start, start + size)
+        piece = (x[:, at], time[:, at], rates, factors[:, at])
+        assert scan(piece, cut_ring, rows_of(3, size, start)).equal(whole[:, at])
+        start += size
+    assert cut_ring.equal(ring)
+    for row in range(3):
+        own = (x[row : row + 1], time[row : row + 1], rates, factors[row : row + 1])
+        alone = scan(own, torch.zeros_like(ring), rows_of(1, length))
         assert alone.equal(whole[row : row + 1])
 
 

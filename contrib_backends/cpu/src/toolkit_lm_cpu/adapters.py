@@ -19,12 +19,15 @@ from toolkit_lm_cpu.panels import LANES, PanelLinear, linear, pack
 from toolkit_lm_cpu.quantized import QuantizedPanels
 
 _MOST_PARTS = 3
+_CHUNK = 8 << 20
+"""Bytes of a chunk of adapters, which goes when all of them are dropped."""
 
 
 class CpuLowRank(LowRank):
     """Adds in float32 to the sums of a product, before they are rounded."""
 
     def __init__(self) -> None:
+        self._arena = Arena(_CHUNK)
         self._step = StepRows()
         self._of: list[Mapping[LinearMethod, Pair]] = []
         """The pairs of each group of the last step."""
@@ -57,11 +60,11 @@ class CpuLowRank(LowRank):
             rank = -(-len(low) // LANES) * LANES
             lows.append(F.pad(low.to(method.dtype), (0, 0, 0, rank - len(low))))
             wide = F.pad(high.to(method.dtype), (0, rank - high.shape[1])).contiguous()
-            tensors.append(_packed(wide, type))
+            tensors.append(pack(wide, type, self._arena))
             last = min(filled, -(-(first + len(high)) // LANES) * LANES) // LANES
             made.append(LowRankPart(tensors[-1].data_ptr(), first // LANES, last, at, rank))
             at += rank
-        tensors.append(_packed(torch.cat(lows).contiguous(), type))
+        tensors.append(pack(torch.cat(lows).contiguous(), type, self._arena))
         described = _kernels.low_rank(
             arguments.LowRank(
                 type,
@@ -102,17 +105,6 @@ class CpuLowRank(LowRank):
         self._methods = methods
         self._of = of
         self._rank = max((pair.rank for pairs in of for pair in pairs.values()), default=0)
-
-
-def _packed(weight: Tensor, type: int) -> Tensor:
-    return pack(weight, type, _Memory())
-
-
-class _Memory(Arena):
-    """Memory of an adapter, which is freed with it: no piece of a chunk."""
-
-    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype)
 
 
 def _joined(

@@ -15,7 +15,9 @@ class Arena:
     """Allocator that hands out memory piece by piece. A chunk is freed when its last tensor is
     gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = _CHUNK) -> None:
+        """`chunk`: bytes of a chunk."""
+        self._chunk_size = chunk
         self._chunk: mmap.mmap | None = None
         self._used = 0
         self.size = 0
@@ -27,7 +29,7 @@ class Arena:
         self.size += size
         if self._chunk is None or self._used + size > len(self._chunk):
             self._chunk = mmap.mmap(
-                -1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                -1, max(size, self._chunk_size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
             self._chunk.madvise(mmap.MADV_HUGEPAGE)
             self._used = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from toolkit_lm.attention import AttentionType, current
@@ -20,18 +20,54 @@ from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
 from toolkit_lm_cpu.quantized import QuantizedPanels, size_of_codes
 
 
+class Inputs(NamedTuple):
+    """Tensors that the layers of a step get one after the other, and work on in place."""
+
+    x: Tensor
+    residual: Tensor
+    rotation: Rotation
+    addresses: tuple[int, ...]
+    """Addresses of x, the residual, cosines and sines; then the elements from one token's cosines
+    to the next's, and the dimensions that turn."""
+
+    @staticmethod
+    def of(x: Tensor, residual: Tensor, rotation: Rotation) -> Inputs | None:
+        """None: the kernels cannot take them."""
+        cos = rotation.cos
+        sin = rotation.sin
+        size = cos.shape[-1]
+        turns = (
+            not rotation.interleaved
+            and size % 2 == 0
+            and cos.stride() == sin.stride()
+            and cos.stride(2) == 1
+        )
+        if not turns or not x.is_contiguous():
+            return None
+        tensors = (x, residual, cos, sin)
+        addresses = (*(tensor.data_ptr() for tensor in tensors), cos.stride(0), size)
+        return Inputs(x, residual, rotation, addresses)
+
+
 class Workspace:
-    """Scratch memory that the layers of a model share, since only one runs at a time."""
+    """Scratch memory and the last call's inputs, which the layers of a model share, since only one
+    runs at a time."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._tensor = torch.empty(0)
+        self._count = 0
+        self._address = 0
+        self.inputs: Inputs | None = None
+        """The next layer mostly gets the same: addresses are found once in a step."""
 
     def pointer(self, count: int, dtype: torch.dtype) -> int:
         """The address of memory for `count` elements. Its contents are arbitrary."""
-        if self._tensor.numel() < count or self._tensor.dtype is not dtype:
+        if self._count < count or self._tensor.dtype is not dtype:
             self._tensor = self._arena.empty(count, dtype)
-        return self._tensor.data_ptr()
+            self._count = count
+            self._address = self._tensor.data_ptr()
+        return self._address
 
 
 class FusedDecoderLayer:
@@ -45,14 +81,15 @@ class FusedDecoderLayer:
         self.head_size = attention.head_size
         hidden = parts.qkv.input_size
         inner = 0 if parts.down is None else parts.down.input_size
-        self._width = (
+        width = (
             2 * hidden
             + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size
             + inner
         )
         self._type = next(iter(_types(parts)), usable_types()[self.dtype])
-        self._codes = max(map(_size_of_codes, _products(parts)))
-        """Bytes for the codes of a token."""
+        codes = max(map(_size_of_codes, _products(parts)))
+        self._memory = width + -(-codes // self.dtype.itemsize)
+        """Elements of the workspace for a token."""
         self._workspace = workspace
         self._bound: object = None
         # Keeps alive what the kernels point to.
@@ -115,46 +152,44 @@ class FusedDecoderLayer:
         self, x: Tensor, residual: Tensor | None, rotation: Rotation
     ) -> tuple[Tensor, Tensor] | None:
         binding, meta = current(self.name)
-        cos = rotation.cos
-        sin = rotation.sin
-        size = rotation.cos.shape[-1]
-        turns = (
-            not rotation.interleaved
-            and size % 2 == 0
-            and cos.stride() == sin.stride()
-            and cos.stride(2) == 1
-        )
-        if (
-            type(binding.backend) is not CpuBackend
-            or not turns
-            or not x.is_contiguous()
-            or x.dtype is not self.dtype
-        ):
-            return None
-        if self._bound is not binding.backend:
-            self._bind(binding.backend, binding.kv_cache)
-        step = cast(Metadata, meta)
-        added = [linear.method.added for linear in self._products]
-        adapted = None
-        if any(those is not None and those.step.num_rows == len(x) for those in added):
-            adapted = _adapted(added)
         y, total = (torch.empty_like(x), x) if residual is None else (x, residual)
+        workspace = self._workspace
+        inputs = workspace.inputs
+        if (
+            inputs is None
+            or inputs.x is not y
+            or inputs.residual is not total
+            or inputs.rotation is not rotation
+        ):
+            inputs = workspace.inputs = Inputs.of(y, total, rotation)
+        backend = binding.backend
+        if type(backend) is not CpuBackend or inputs is None or x.dtype is not self.dtype:
+            return None
+        if self._bound is not backend:
+            self._bind(backend, binding.kv_cache)
+        step = cast(Metadata, meta)
+        tokens = len(x)
+        adapted = None
+        for linear in self._products:
+            added = linear.method.added
+            if added is not None and added.step.num_rows == tokens:
+                adapted = _adapted([linear.method.added for linear in self._products])
+                break
+        to, summed, cos, sin, angle_stride, angle_size = inputs.addresses
         _kernels.run_layer(
             self._layer,
             step.rows,
             adapted,
-            x=x.data_ptr(),
-            residual=total.data_ptr(),
-            y=y.data_ptr(),
+            x=summed if residual is None else to,
+            residual=summed,
+            y=to,
             adds=residual is not None,
-            tokens=len(x),
-            workspace=self._workspace.pointer(
-                len(x) * (self._width + -(-self._codes // x.itemsize)), x.dtype
-            ),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            angle_stride=cos.stride(0),
-            angle_size=size,
+            tokens=tokens,
+            workspace=workspace.pointer(tokens * self._memory, self.dtype),
+            cos=cos,
+            sin=sin,
+            angle_stride=angle_stride,
+            angle_size=angle_size,
             slots=step.slots_at,
         )
         return y if self._parts.feed_forward is None else self._parts.feed_forward(y), total

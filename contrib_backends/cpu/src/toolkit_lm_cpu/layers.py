@@ -38,7 +38,12 @@ from toolkit_lm_cpu.library import (
 )
 from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
 from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
-from toolkit_lm_cpu.states import Convolutions, latent_attention, linear_attention
+from toolkit_lm_cpu.states import (
+    Convolutions,
+    latent_attention,
+    linear_attention,
+    selective_scan,
+)
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),
@@ -287,6 +292,19 @@ class CpuKernels(Kernels):
         out: Tensor,
     ) -> bool:
         return linear_attention(q, k, v, decay, factor, eps, ring, rows, out)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rates: Tensor,
+        into: Tensor,
+        out_of: Tensor,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        return selective_scan(x, time, rates, into, out_of, ring, rows, out)
 
     def latent_attention(
         self, q: Tensor, latents: Tensor, places: Tensor, lengths: Tensor, scale: float, out: Tensor

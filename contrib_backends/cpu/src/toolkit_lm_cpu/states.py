@@ -128,6 +128,54 @@ def linear_attention(
         scale=1.0 if eps is None else keys**-0.5,
         eps=-1.0 if eps is None else eps,
         is_delta=eps is not None,
+        per_key=decay.dim() == 3,
+    )
+    return True
+
+
+def selective_scan(
+    x: Tensor,
+    time: Tensor,
+    rates: Tensor,
+    into: Tensor,
+    out_of: Tensor,
+    ring: Tensor,
+    rows: StateRows,
+    out: Tensor,
+) -> bool:
+    """The arguments and results of Kernels.selective_scan."""
+    size, channels = rates.shape
+    fits = (
+        bool(usable_types())
+        and x.device.type == "cpu"
+        and channels % LANES == 0
+        and all(t.dtype is torch.float32 for t in (x, time, rates, into, out_of, out))
+        and all(t.is_contiguous() for t in (x, time, rates, out))
+        and into.stride(1) == out_of.stride(1) == 1
+        and _is_ring(ring)
+    )
+    if not fits:
+        return False
+    _kernels.scan(
+        usable_types()[torch.float32],
+        tokens=rows[0].data_ptr(),
+        blocks=rows[1].data_ptr(),
+        starts=rows[2].data_ptr(),
+        rows=rows[0].shape[0],
+        length=rows[0].shape[1],
+        ring=ring.data_ptr(),
+        places=ring.shape[1],
+        page=ring.stride(0),
+        x=x.data_ptr(),
+        time=time.data_ptr(),
+        rates=rates.data_ptr(),
+        into=into.data_ptr(),
+        out_of=out_of.data_ptr(),
+        out=out.data_ptr(),
+        into_stride=into.stride(0),
+        out_of_stride=out_of.stride(0),
+        channels=channels,
+        size=size,
     )
     return True
 

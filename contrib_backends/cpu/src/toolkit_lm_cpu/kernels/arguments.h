@@ -59,7 +59,11 @@
 #define RECUR_FIELDS(F)                                                                            \
     STATES_FIELDS(F)                                                                               \
     F(q) F(k) F(v) F(decays) F(factors) F(out) F(stride) F(heads) F(groups) F(keys) F(values)      \
-    F(scale) F(eps) F(is_delta)
+    F(scale) F(eps) F(is_delta) F(per_key)
+#define SCAN_FIELDS(F)                                                                             \
+    STATES_FIELDS(F)                                                                               \
+    F(x) F(time) F(rates) F(into) F(out_of) F(out) F(into_stride) F(out_of_stride) F(channels)     \
+    F(size)
 #define LATENT_FIELDS(F)                                                                           \
     F(latents) F(places) F(lengths) F(q) F(out) F(stride) F(rows) F(heads) F(size) F(rank)         \
     F(width) F(is_bfloat16) F(scale)
@@ -89,6 +93,7 @@
     K(run_layer, LAYER_STEP_FIELDS, LayerStep)                                                     \
     K(convolve, CONVOLVE_FIELDS, Convolution)                                                      \
     K(recur, RECUR_FIELDS, Recurrence)                                                             \
+    K(scan, SCAN_FIELDS, Scan)                                                                     \
     K(latent, LATENT_FIELDS, Latent)
 
 /* These and those of tuples convert an object into what `to` points to. 0: an exception is set. */

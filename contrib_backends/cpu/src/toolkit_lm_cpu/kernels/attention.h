@@ -14,12 +14,18 @@
  * up to ROWS at a time. Keys are taken SPAN at a time. Spans are merged in order by their softmax
  * states. A row's result depends on its own keys alone. It does not depend on the rest of the
  * batch, the number of threads, or the division of the prompt into chunks.
+ *
+ * The tiles of AMX add 32 products at a time, in an order of their own. So their values are those
+ * of two tiles of the cache, side by side: the pair that a key belongs to follows from its position
+ * alone, and what a row does not see of it has the weight 0.
  */
 
 typedef struct {
-    const void *queries[ROWS];         /* [D] each */
-    const float *bias[ROWS];           /* [keys] each, or NULL */
-    long from[ROWS], to[ROWS];         /* the keys that a row sees */
+    /* the rows of a work item, MANY at most, and what fills up the last rows of a product */
+    const void *queries[MANY + ROWS];        /* [D] each */
+    const float *bias[MANY + ROWS];          /* [keys] each, or NULL */
+    long from[MANY + ROWS], to[MANY + ROWS]; /* the keys that a row sees */
+    long row;                                /* the first of those that are multiplied */
     const LANE *keys[SPAN / TILE + 1]; /* tiles of the span */
     const LANE *values[SPAN / TILE];
     long begin;       /* the span's first key */
@@ -32,18 +38,24 @@ typedef struct {
     uint32_t tiles_decoded; /* of them, those that are, a bit each */
     /* [ROWS][D] weighted values, not divided yet */
     float sums[ROWS * MOST_SIZE] __attribute__((aligned(64)));
-    /* heads that zeros fill up: of queries, and before of a tile's keys and values */
+    /* heads that zeros fill up, of a tile's keys and values */
     ELEMENT padded[2 * TILE * MOST_SIZE];
     Sum sum[ROWS];
+    /* the queries side by side, where they are not read in place */
+    ELEMENT rows[MANY * MOST_SIZE] __attribute__((aligned(64)));
+    Sum many[MANY]; /* states of the spans so far, and their sums [MANY][D] */
+    float many_sums[MANY * MOST_SIZE] __attribute__((aligned(64)));
 #if CONVERTS
-    float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
+    float converted[MANY * MOST_SIZE] __attribute__((aligned(64)));
 #endif
 #if AMX
     uint8_t table[2][128] __attribute__((aligned(64))); /* of make_table */
-    /* the queries, side by side */
-    ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));
-    /* the first and the last tile of values, as far as they are seen */
-    LANE edge[2][TILE / PAIR * MOST_SIZE] __attribute__((aligned(64)));
+    Pair pairs[SPAN / TILE / 2];
+    long packed;           /* the span whose pairs are packed; -1: none */
+    uint32_t pairs_packed; /* of them, those that are, a bit each */
+    LANE packs[SPAN / PAIR * MOST_SIZE] __attribute__((aligned(64)));
+    /* the first and the last pair, as far as they are seen */
+    LANE edge[2][TILE * MOST_SIZE] __attribute__((aligned(64)));
 #endif
 } NAME(Span);
 
@@ -147,31 +159,46 @@ TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bi
     return select_lanes(seen, score, splat(-INFINITY));
 }
 
-/* Turns the scores of one row into softmax weights. */
-TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
-    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[r] - s->begin,
-               to = s->to[r] - s->begin;
-    const float *bias = s->bias[r] == NULL ? NULL : s->bias[r] + s->begin;
-    const int is_plain = bias == NULL && step->soft_cap <= 0;
+/*
+ * Shapes the scores of one row, and finds the greatest. `is_plain`: they are only scaled, by a
+ * factor above 0, which is left to `weigh_row`. `is_coded`: the cache is quantized.
+ */
+TARGET INLINE void NAME(find_top)(const Step *step, NAME(Span) *s, int r, const int is_plain,
+                                  const int is_coded) {
+    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[s->row + r] - s->begin,
+               to = s->to[s->row + r] - s->begin;
+    const float *bias = s->bias[s->row + r] == NULL ? NULL : s->bias[s->row + r] + s->begin;
     float *scores = s->scores + r * SPAN;
-    Floats most = splat(-INFINITY), sum = splat(0);
+    Floats most = splat(-INFINITY);
     for (long t = begin; t < end; t += TILE) {
+        const int is_whole = from <= t && to >= t + TILE;
         Floats score = floats_f32(scores + t);
-        if (step->code != AS_ELEMENTS) score = mul_lanes(score, floats_f32(s->key_scales + t));
-        if (is_plain && from <= t && to >= t + TILE)
-            score = mul_lanes(score, splat(step->scale * LOG2_E));
-        else
+        if (is_coded) score = mul_lanes(score, floats_f32(s->key_scales + t));
+        if (!is_plain)
             score = NAME(shape)(step, score, bias == NULL ? NULL : bias + t,
                                 lanes_between(from - t, to - t));
+        else if (!is_whole)
+            score = select_lanes(lanes_between(from - t, to - t), score, splat(-INFINITY));
         most = max_lanes(most, score);
-        store_f32(scores + t, score);
+        if (!is_plain || !is_whole) store_f32(scores + t, score);
     }
-    const float top = reduce_max(most);
+    s->sum[r].top = reduce_max(most);
+}
+
+/* Turns the scores of one row, as `find_top` leaves them, into softmax weights. */
+TARGET INLINE void NAME(weigh_row)(const Step *step, NAME(Span) *s, int r, const int is_plain,
+                                   const int is_coded) {
+    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[s->row + r] - s->begin,
+               to = s->to[s->row + r] - s->begin;
+    const float factor = step->scale * LOG2_E, top = s->sum[r].top;
+    const float *scores = s->scores + r * SPAN;
+    Floats sum = splat(0);
     const Floats above = splat(top == -INFINITY ? 0.0f : top);
     for (long t = begin; t < end; t += TILE) {
-        Floats weights = exp2_lanes(sub_lanes(floats_f32(scores + t), above), TERMS);
+        const Floats below = sub_lanes(floats_f32(scores + t), above);
+        Floats weights = exp2_lanes(is_plain ? mul_lanes(below, splat(factor)) : below, TERMS);
         sum = add_lanes(sum, weights);
-        if (step->code != AS_ELEMENTS)
+        if (is_coded)
             weights = mul_lanes(weights, floats_masked(lanes_between(from - t, to - t),
                                                        s->value_scales + t));
         STORE_WEIGHTS(s->weights + r * SPAN + t, weights);
@@ -183,7 +210,23 @@ TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
      * -INFINITY, and `join` takes a span with such a top for one that is not seen. So the top
      * becomes NaN too, and the row's result after it.
      */
-    s->sum[r] = (Sum){total == total ? top : total, total};
+    s->sum[r] = (Sum){total != total ? total : is_plain ? top * factor : top, total};
+}
+
+/* Rows one after the other in each pass, so that what one waits for does not hold up the next. */
+TARGET INLINE void NAME(weigh_rows)(const Step *step, NAME(Span) *s, int rows, const int is_plain,
+                                    const int is_coded) {
+    for (int r = 0; r < rows; r++) NAME(find_top)(step, s, r, is_plain, is_coded);
+    for (int r = 0; r < rows; r++) NAME(weigh_row)(step, s, r, is_plain, is_coded);
+}
+
+TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int rows) {
+    if (step->code != AS_ELEMENTS)
+        NAME(weigh_rows)(step, s, rows, 0, 1);
+    else if (step->bias == NULL && step->soft_cap <= 0 && step->scale > 0)
+        NAME(weigh_rows)(step, s, rows, 1, 0);
+    else
+        NAME(weigh_rows)(step, s, rows, 0, 0);
 }
 
 #if !AMX
@@ -212,7 +255,7 @@ TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const 
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int b = 0; b < tiles; b++) sums[r][b] = splat(0);
-    NAME(product)(sums, s->queries, s->keys + tile, TILE, 0, size / PAIR, rows, tiles);
+    NAME(product)(sums, s->queries + s->row, s->keys + tile, TILE, 0, size / PAIR, rows, tiles);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -273,7 +316,7 @@ TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, const int 
     for (; tile + wide <= last; tile += wide) NAME(score_tiles)(s, size, tile, rows, wide);
     if (wide == 4 && tile + 2 <= last) NAME(score_tiles)(s, size, tile, rows, 2), tile += 2;
     if (wide > 1 && tile < last) NAME(score_tiles)(s, size, tile, rows, 1);
-    for (int r = 0; r < rows; r++) NAME(weigh)(step, s, r);
+    NAME(weigh)(step, s, rows);
     for (; d + wide * TILE <= size; d += wide * TILE) NAME(combine_blocks)(s, size, d, rows, wide);
     if (wide == 4 && d + 2 * TILE <= size) NAME(combine_blocks)(s, size, d, rows, 2), d += 2 * TILE;
     if (wide > 1 && d < size) NAME(combine_blocks)(s, size, d, rows, 1);
@@ -282,9 +325,10 @@ TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, const int 
 /* Attends over the span that `s` describes, for its first `rows` rows. */
 TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) {
     const int wide = rows > 4 ? 8 : rows > 2 ? 4 : rows;
-    for (int r = rows; r < wide; r++) {
-        s->queries[r] = s->queries[rows - 1], s->bias[r] = s->bias[rows - 1];
-        s->from[r] = s->from[rows - 1], s->to[r] = s->to[rows - 1];
+    /* Only the last rows of a work item are fewer than ROWS: nothing is after them. */
+    for (long r = s->row + rows, last = r - 1; r < s->row + wide; r++) {
+        s->queries[r] = s->queries[last], s->bias[r] = s->bias[last];
+        s->from[r] = s->from[last], s->to[r] = s->to[last];
     }
 #if ROWS > 4
     if (wide == 8)
@@ -302,8 +346,8 @@ TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) 
 #else
 
 /*
- * Tiles 0 to 3 hold results, of rows 0 to 15 and 16 to 31; 4 queries and 6 keys, 5 weights and 7
- * values. All have sixteen rows, but for values: what rows that there are not give is not read.
+ * Tiles 0 to 3 hold results, of rows 0 to 15 and 16 to 31; 4 and 5 queries or weights, 6 and 7 keys
+ * or values. What rows that there are not give is not read.
  */
 TARGET static void NAME(shape_tiles)(void) {
     struct {
@@ -311,24 +355,26 @@ TARGET static void NAME(shape_tiles)(void) {
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape __attribute__((aligned(64))) = {.palette = 1,
-                                            .bytes = {64, 64, 64, 64, 64, 32, 64, 64},
-                                            .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
+                                            .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                                            .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     TILES_READ(&shape);
     _tile_loadconfig(&shape);
 }
 
-/* Adds x [16 or 32 rows] by y0, and where it is `wide` by y1, in the tiles X and Y. */
-#define ADD_PRODUCTS(X, Y, x, x_stride, y0, y1, y_bytes)                                           \
+/*
+ * Adds x [16 or 32 rows] by y0, and where it is `wide` by y1. Those are read once for 32 rows, and
+ * by a load that keeps them out of the first-level cache, which scores and weights fill.
+ */
+#define ADD_PRODUCTS(x, x_stride, y0, y1, y_bytes)                                                 \
     do {                                                                                           \
-        _tile_loadd(X, x, (x_stride) * (long)sizeof(ELEMENT));                                     \
-        _tile_loadd(Y, y0, y_bytes);                                                               \
-        _tile_dpbf16ps(0, X, Y);                                                                   \
-        if (wide) _tile_loadd(Y, y1, y_bytes);                                                     \
-        if (wide) _tile_dpbf16ps(2, X, Y);                                                         \
-        if (tall) _tile_loadd(X, (x) + TILE * (x_stride), (x_stride) * (long)sizeof(ELEMENT));     \
-        if (tall && wide) _tile_dpbf16ps(3, X, Y);                                                 \
-        if (tall && wide) _tile_loadd(Y, y0, y_bytes);                                             \
-        if (tall) _tile_dpbf16ps(1, X, Y);                                                         \
+        _tile_loadd(4, x, (x_stride) * (long)sizeof(ELEMENT));                                     \
+        _tile_stream_loadd(6, y0, y_bytes);                                                        \
+        _tile_dpbf16ps(0, 4, 6);                                                                   \
+        if (tall) _tile_loadd(5, (x) + TILE * (x_stride), (x_stride) * (long)sizeof(ELEMENT));     \
+        if (tall) _tile_dpbf16ps(1, 5, 6);                                                         \
+        if (wide) _tile_stream_loadd(7, y1, y_bytes);                                              \
+        if (wide) _tile_dpbf16ps(2, 4, 7);                                                         \
+        if (tall && wide) _tile_dpbf16ps(3, 5, 7);                                                 \
     } while (0)
 
 /* Sums are zero, of products with what `s` holds and points to. */
@@ -349,51 +395,143 @@ TARGET INLINE void NAME(keep)(float *to, long stride, const int tall, const int 
 
 TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int tall,
                                      const int wide) {
+    const ELEMENT *rows = s->rows + s->row * size;
     NAME(clear)(s, tall, wide);
     for (long d = 0; d < size; d += 2 * TILE)
-        ADD_PRODUCTS(4, 6, s->rows + d, size, s->keys[tile] + d / 2 * TILE,
+        ADD_PRODUCTS(rows + d, size, s->keys[tile] + d / 2 * TILE,
                      s->keys[tile + 1] + d / 2 * TILE, 64);
     NAME(keep)(s->scores + tile * TILE, SPAN, tall, wide);
 }
 
-TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last,
-                                        const int tall) {
-    const int wide = 1;
+/*
+ * Packs a tile's values, `width` elements of each token from `values` on, into its half of a pair:
+ * those of keys [first, last), else zeros.
+ */
+TARGET INLINE void NAME(pack_half)(const LANE *values, long size, long width, long first, long last,
+                                   LANE *to) {
+    for (int pair = 0; pair < TILE / 2; pair++, values += size, to += TILE) {
+        const uint32_t low = 2 * pair >= first && 2 * pair < last ? 0xffffu : 0,
+                       high = 2 * pair + 1 >= first && 2 * pair + 1 < last ? 0xffff0000u : 0;
+        const Words seen = splat_word((int32_t)(low | high));
+        if (low | high)
+            for (long d = 0; d < width; d += LANES)
+                store_32(to + d * TILE, and_words(load_32(values + d), seen));
+        else
+            for (long d = 0; d < width; d += LANES) store_32(to + d * TILE, splat_word(0));
+    }
+}
+
+/*
+ * Finds values of pair p of the span, `width` elements of each token from d on: in place where its
+ * tiles are side by side, else in `packed`, which is written if it `is_new`. Of a pair that is seen
+ * in part the others may hold anything, and become zeros.
+ */
+TARGET INLINE Pair NAME(pair_of)(const NAME(Span) *s, long size, long p, long d, long width,
+                                 LANE *packed, int is_new) {
+    const LANE *const *values = s->values + 2 * p;
+    const long first = s->first - p * 2 * TILE, last = s->last - p * 2 * TILE;
+    if (first <= 0 && last >= 2 * TILE && values[1] == values[0] + TILE / PAIR * size)
+        return (Pair){values[0] + d, size * (long)sizeof(LANE), TILE};
+    if (is_new) {
+        NAME(pack_half)(values[0] + d, size, width, first, last, packed);
+        NAME(pack_half)(values[1] + d, size, width, first - TILE, last - TILE, packed + 8 * TILE);
+    }
+    return (Pair){packed, 64, TILE * TILE};
+}
+
+/* Finds all values of the span, packed once for the rows of a work item that see whole pairs. */
+TARGET static void NAME(pair_up)(NAME(Span) *s, long size) {
+    const long end = (s->last + 2 * TILE - 1) / (2 * TILE);
+    if (s->packed != s->begin) s->pairs_packed = 0;
+    s->packed = s->begin;
+    for (long p = s->first / (2 * TILE), edge = 0; p < end; p++) {
+        const int is_edge = s->first > p * 2 * TILE || s->last < (p + 1) * 2 * TILE;
+        LANE *to = is_edge ? s->edge[edge++] : s->packs + p * TILE * size;
+        s->pairs[p] =
+            NAME(pair_of)(s, size, p, 0, size, to, is_edge || !(s->pairs_packed >> p & 1));
+        if (!is_edge) s->pairs_packed |= 1u << p;
+    }
+}
+
+TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last) {
+    const int tall = 1, wide = 1;
     NAME(clear)(s, tall, wide);
-    for (long t = first; t < last; t++)
-        ADD_PRODUCTS(5, 7, s->weights + t * TILE, SPAN, s->values[t] + d, s->values[t] + d + TILE,
-                     size * (long)sizeof(LANE));
+    for (long p = first; p < last; p++) {
+        const LANE *at = s->pairs[p].at + d / TILE * s->pairs[p].next;
+        ADD_PRODUCTS(s->weights + p * 2 * TILE, SPAN, at, at + s->pairs[p].next, s->pairs[p].bytes);
+    }
     NAME(keep)(s->sums + d, size, tall, wide);
 }
 
-/* Copies the values of a partly visible tile. The others may hold anything and become zeros. */
-TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
-    const long first = s->first - tile * TILE, last = s->last - tile * TILE;
-    if (first <= 0 && last >= TILE) return;
-    for (int pair = 0; pair < TILE / 2; pair++) {
-        const uint32_t low = 2 * pair >= first && 2 * pair < last ? 0xffffu : 0,
-                       high = 2 * pair + 1 >= first && 2 * pair + 1 < last ? 0xffff0000u : 0;
-        for (long d = 0; d < size; d += LANES) {
-            const Words lanes = load_32(s->values[tile] + pair * size + d);
-            store_32(s->edge[edge] + pair * size + d,
-                     and_words(lanes, splat_word((int32_t)(low | high))));
-        }
+TARGET INLINE Pair NAME(few_of)(NAME(Span) *s, long size, long p, long d, const int blocks) {
+    LANE *packed = s->packs + p % 4 * FEW_BLOCKS * TILE * TILE;
+    return NAME(pair_of)(s, size, p, d, blocks * TILE, packed, 1);
+}
+
+/*
+ * The same for 16 rows and `blocks` times 16 elements. A pair is packed while the one before it is
+ * multiplied.
+ */
+TARGET INLINE void NAME(combine_few)(NAME(Span) *s, long size, long d, long first, long last,
+                                     const int blocks) {
+    Pair next = NAME(few_of)(s, size, first, d, blocks);
+    NAME(clear)(s, 1, blocks > 2);
+    for (long p = first; p < last; p++) {
+        const Pair pair = next;
+        if (p + 1 < last) next = NAME(few_of)(s, size, p + 1, d, blocks);
+        TILES_READ(s);
+        _tile_loadd(4, s->weights + p * 2 * TILE, SPAN * (long)sizeof(WEIGHT));
+        _tile_loadd(5, pair.at, pair.bytes);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, pair.at + pair.next, pair.bytes);
+        _tile_dpbf16ps(1, 4, 6);
+        if (blocks == 2) continue;
+        _tile_loadd(5, pair.at + 2 * pair.next, pair.bytes);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, pair.at + 3 * pair.next, pair.bytes);
+        _tile_dpbf16ps(3, 4, 6);
     }
-    s->values[tile] = s->edge[edge];
+    const long bytes = size * (long)sizeof(float);
+    _tile_stored(0, s->sums + d, bytes);
+    _tile_stored(1, s->sums + d + TILE, bytes);
+    if (blocks > 2) _tile_stored(2, s->sums + d + 2 * TILE, bytes);
+    if (blocks > 2) _tile_stored(3, s->sums + d + 3 * TILE, bytes);
+}
+
+/* Prefetches values of a tile. Few rows read them from memory, and nothing foresees where. */
+TARGET INLINE void NAME(fetch)(const LANE *tile, long size) {
+    for (long i = 0; i < TILE / PAIR * size; i += LANES) _mm_prefetch(tile + i, _MM_HINT_T1);
 }
 
 /* Attends over the span that `s` describes, for its first `rows` rows. */
 TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, int rows, const int tall) {
     const long size = step->size, first = s->first / TILE, last = (s->last + TILE - 1) / TILE;
     long tile = first;
-    for (int r = 0; r < rows; r++)
-        memcpy(s->rows + r * size, s->queries[r], (size_t)size * sizeof(ELEMENT));
-    for (; tile + 2 <= last; tile += 2) NAME(score_tiles)(s, size, tile, tall, 1);
+    for (; tile + 2 <= last; tile += 2) {
+        if (!tall && step->code == AS_ELEMENTS) {
+            NAME(fetch)(s->values[tile], size);
+            NAME(fetch)(s->values[tile + 1], size);
+        }
+        NAME(score_tiles)(s, size, tile, tall, 1);
+    }
     if (tile < last) NAME(score_tiles)(s, size, tile, tall, 0);
-    for (int r = 0; r < rows; r++) NAME(weigh)(step, s, r);
-    NAME(cut)(s, size, 0, first);
-    if (last - 1 > first) NAME(cut)(s, size, 1, last - 1);
-    for (long d = 0; d < size; d += 2 * TILE) NAME(combine_blocks)(s, size, d, first, last, tall);
+    NAME(weigh)(step, s, rows);
+    for (int r = 0; r < rows; r++) {
+        WEIGHT *weights = s->weights + r * SPAN;
+        if (first % 2) STORE_WEIGHTS(weights + (first - 1) * TILE, splat(0));
+        if (last % 2) STORE_WEIGHTS(weights + last * TILE, splat(0));
+    }
+    const long end = (last + 1) / 2;
+    long d = 0;
+    if (tall) {
+        NAME(pair_up)(s, size);
+        for (; d < size; d += 2 * TILE) NAME(combine_blocks)(s, size, d, first / 2, end);
+        return;
+    }
+    s->packed = -1; /* what was packed is overwritten */
+    for (; d + FEW_BLOCKS * TILE <= size; d += FEW_BLOCKS * TILE)
+        NAME(combine_few)(s, size, d, first / 2, end, FEW_BLOCKS);
+    if (d < size) NAME(combine_few)(s, size, d, first / 2, end, 2);
 }
 
 TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) {
@@ -419,14 +557,28 @@ TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next
     all->top = top;
 }
 
+/* The output of a row of a work item. */
+TARGET INLINE ELEMENT *NAME(output_of)(const Step *step, const Work *work, long row) {
+    const long ahead = step->group == 1 ? row : row / step->group;
+    return (ELEMENT *)step->out +
+           (step->starts[work->row] + work->token + ahead) * step->out_stride +
+           (work->kv_head * step->group + row - ahead * step->group) * step->real;
+}
+
+/* Prefetches the outputs of rows: they lie apart, and each is a part of a page of its own. */
+TARGET static void NAME(fetch_outputs)(const Step *step, const Work *work, long row, long end) {
+    for (; row < end; row++) {
+        const ELEMENT *out = NAME(output_of)(step, work, row);
+        for (long d = 0; d < step->real; d += 64 / (long)sizeof *out)
+            _mm_prefetch(out + d, _MM_HINT_T0);
+    }
+}
+
 /* Writes the output of a row of a work item. */
 TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all,
                                 const float *sums) {
-    const long ahead = step->group == 1 ? row : row / step->group,
-               head = work->kv_head * step->group + row - ahead * step->group;
-    ELEMENT *out = (ELEMENT *)step->out +
-                   (step->starts[work->row] + work->token + ahead) * step->out_stride +
-                   head * step->real;
+    const long head = work->kv_head * step->group + row % step->group;
+    ELEMENT *out = NAME(output_of)(step, work, row);
     float share = 1;
     if (step->sinks != NULL) {
         const float sink = step->sinks[head] * LOG2_E, top = all.top > sink ? all.top : sink;
@@ -476,17 +628,22 @@ TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, lon
     }
 }
 
-/* Makes the query of a token by one head row r of the span. */
+/* Makes the query of a token by one head row r of those of a work item. */
 TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token,
                                 long head, int r) {
     const long at = step->starts[work->row] + token, size = step->size;
-    const ELEMENT *query =
+    const ELEMENT *const given =
         (const ELEMENT *)step->queries + at * step->query_stride + head * step->real;
-    if (step->real != size) {
-        NAME(fill_up)(query, 0, 1, step->real, size, s->padded + r * size);
-        query = s->padded + r * size;
+    const ELEMENT *query = given;
+    if (AMX || step->real != size) {
+        NAME(fill_up)(query, 0, 1, step->real, size, s->rows + r * size);
+        query = s->rows + r * size;
     }
     s->queries[r] = query;
+    /* Of the tokens to come: their queries lie apart, each on a page of its own. */
+    if (token + ROWS / 2 < work->token + work->tokens)
+        for (long d = 0; d < step->real; d += 64 / (long)sizeof *query)
+            _mm_prefetch(given + ROWS / 2 * step->query_stride + d, _MM_HINT_T0);
 #if CONVERTS
     for (long d = 0; d < size; d += LANES)
         store_f32(s->converted + r * size + d, FLOATS(query + d));
@@ -576,25 +733,32 @@ static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, LANE
     }
 }
 
-/* Attends for rows [first, end) of a work item over one span. 0: the rows see none of its keys. */
-TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s,
-                                    LANE *own_keys, LANE *own_values, long span, long first,
-                                    long end) {
-    const int rows = (int)(end - first);
-    long from = LONG_MAX, to = 0, token = work->token + first / step->group,
-         head = first % step->group;
-    for (int r = 0; r < rows; r++) {
-        NAME(choose)(step, work, s, token, work->kv_head * step->group + head, r);
+/* Makes rows of a work item, from row `first` of it on, rows of the span from r on. */
+TARGET static void NAME(choose_rows)(const Step *step, const Work *work, NAME(Span) *s, long first,
+                                     long rows, long r) {
+    long token = work->token + first / step->group, head = first % step->group;
+    for (const long end = r + rows; r < end; r++) {
+        NAME(choose)(step, work, s, token, work->kv_head * step->group + head, (int)r);
         if (++head == step->group) head = 0, token++;
+    }
+}
+
+/* Attends for `rows` of the rows chosen, from `row` on, over one span. 0: they see none of it. */
+TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s,
+                                    LANE *own_keys, LANE *own_values, long span, long row,
+                                    long rows) {
+    long from = LONG_MAX, to = 0;
+    for (long r = row; r < row + rows; r++) {
         if (s->from[r] < from) from = s->from[r];
         if (s->to[r] > to) to = s->to[r];
     }
+    s->row = row;
     s->begin = span * SPAN;
     s->first = from > s->begin ? from - s->begin : 0;
     s->last = to - s->begin < SPAN ? to - s->begin : SPAN;
     if (s->first >= s->last) return 0;
     NAME(locate)(step, work, s, own_keys, own_values);
-    NAME(attend_rows)(step, s, rows);
+    NAME(attend_rows)(step, s, (int)rows);
     return 1;
 }
 
@@ -603,42 +767,51 @@ TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Sp
                                      LANE *own_keys, LANE *own_values, Sum *all, float *sums) {
     const long size = step->size, group = step->group, rows = work->tokens * group;
     s->decoded = -1;
-    Sum many[MANY];
-    float many_sums[MANY * MOST_SIZE];
+#if AMX
+    s->packed = -1;
+#endif
     for (long begin = 0; begin < rows; begin += MANY) {
-        const long end = rows - begin < MANY ? rows : begin + MANY;
+        const long count = rows - begin < MANY ? rows - begin : MANY;
         long first, last, other;
         visible(step, work->row, work->token + begin / group, &first, &other);
-        visible(step, work->row, work->token + (end - 1) / group, &other, &last);
+        visible(step, work->row, work->token + (begin + count - 1) / group, &other, &last);
         const long first_span = first / SPAN, end_span = (last + SPAN - 1) / SPAN;
         if (all == NULL && end_span - first_span == 1) {
-            for (long row = begin; row < end; row += ROWS) {
-                const long next = end - row < ROWS ? end : row + ROWS;
+            for (long row = 0; row < count; row += ROWS) {
+                const long some = count - row < ROWS ? count - row : ROWS;
+                NAME(choose_rows)(step, work, s, begin + row, some, 0);
+                NAME(fetch_outputs)(step, work, begin + row, begin + row + some);
                 const int seen =
-                    NAME(attend_some)(step, work, s, own_keys, own_values, first_span, row, next);
-                for (long r = row; r < next; r++)
-                    NAME(finish)(step, work, r, seen ? s->sum[r - row] : EMPTY,
-                                 s->sums + (r - row) * size);
+                    NAME(attend_some)(step, work, s, own_keys, own_values, first_span, 0, some);
+                for (long r = 0; r < some; r++)
+                    NAME(finish)(step, work, begin + row + r, seen ? s->sum[r] : EMPTY,
+                                 s->sums + r * size);
             }
             continue;
         }
-        Sum *to = all == NULL ? many : all + begin;
-        float *to_sums = all == NULL ? many_sums : sums + begin * size;
-        for (long r = 0; r < end - begin; r++) to[r] = EMPTY;
-        memset(to_sums, 0, (size_t)((end - begin) * size) * sizeof *to_sums);
-        for (long span = first_span; span < end_span; span++) {
+        Sum *to = all == NULL ? s->many : all + begin;
+        float *to_sums = all == NULL ? s->many_sums : sums + begin * size;
+        for (long r = 0; r < count; r++) to[r] = EMPTY;
+        memset(to_sums, 0, (size_t)(count * size) * sizeof *to_sums);
+        for (long span = first_span, is_first = 1; span < end_span; span++) {
             if (work->span >= 0 && span != work->span) continue;
-            for (long row = begin; row < end; row += ROWS) {
-                const long next = end - row < ROWS ? end : row + ROWS;
-                if (!NAME(attend_some)(step, work, s, own_keys, own_values, span, row, next))
+            for (long row = 0; row < count; row += ROWS) {
+                const long some = count - row < ROWS ? count - row : ROWS;
+                if (is_first) NAME(choose_rows)(step, work, s, begin + row, some, row);
+                if (!NAME(attend_some)(step, work, s, own_keys, own_values, span, row, some))
                     continue;
-                for (long r = row; r < next; r++)
-                    NAME(join)(&to[r - begin], to_sums + (r - begin) * size, s->sum[r - row],
-                               s->sums + (r - row) * size, size);
+                for (long r = 0; r < some; r++)
+                    NAME(join)(&to[row + r], to_sums + (row + r) * size, s->sum[r],
+                               s->sums + r * size, size);
             }
+            is_first = 0;
         }
-        for (long r = begin; all == NULL && r < end; r++)
-            NAME(finish)(step, work, r, many[r - begin], many_sums + (r - begin) * size);
+        for (long r = 0; all == NULL && r < count; r++) {
+            if (r % ROWS == 0)
+                NAME(fetch_outputs)(step, work, begin + r,
+                                    begin + (count - r < ROWS ? count : r + ROWS));
+            NAME(finish)(step, work, begin + r, to[r], to_sums + r * size);
+        }
     }
 }
 
@@ -691,7 +864,7 @@ TARGET static void NAME(join_item)(void *job, long item) {
 
 /* 0: out of memory. */
 static int NAME(attend)(const Step *step) {
-    Attention a = {.step = step, .plan = make_plan(step)};
+    Attention a = {.step = step, .plan = make_plan(step, MANY)};
     const size_t rows = (size_t)(a.plan.count * a.plan.most_rows);
     a.all = a.plan.most_spans ? malloc(rows * (sizeof *a.all + (size_t)step->size * sizeof(float)))
                               : NULL;

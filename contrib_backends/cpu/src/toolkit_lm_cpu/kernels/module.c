@@ -5,6 +5,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+/* Headers of Python 3.12 and later take no reference to None, which Python 3.11 counts. */
+#undef Py_RETURN_NONE
+#define Py_RETURN_NONE return Py_NewRef(Py_None)
+
 #include <cpuid.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -423,6 +427,19 @@ static PyObject *recur(PyObject *self, PyObject *const *values, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+static PyObject *scan(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *names) {
+    const Call call = {values, count, names};
+    Scan s = {0};
+    int type;
+    (void)self;
+    if (!take_scan(call, 1, &s) || !read_kernel(values[0], &type)) return NULL;
+    const long items = s.rows * ((s.channels + SOME_COLUMNS - 1) / SOME_COLUMNS);
+    Py_BEGIN_ALLOW_THREADS share_out_if(s.rows * s.length * s.channels * s.size > FEW, items,
+                                        FOR_ISA(scan, type), &s);
+    Py_END_ALLOW_THREADS if (s.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *latent(PyObject *self, PyObject *const *values, Py_ssize_t count,
                         PyObject *names) {
     const Call call = {values, count, names};
@@ -497,6 +514,7 @@ static PyMethodDef methods[] = {
     {"convolve", AS_KEYWORDS(convolve), "convolve(type, *, ...): see states.h."},
     {"latent", AS_KEYWORDS(latent), "latent(type, *, ...): see states.h."},
     {"recur", AS_KEYWORDS(recur), "recur(type, *, ...): see states.h."},
+    {"scan", AS_KEYWORDS(scan), "scan(type, *, ...): see states.h."},
     {"in_huge_pages", in_huge_pages, METH_VARARGS,
      "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
     {"lose", lose, METH_VARARGS,

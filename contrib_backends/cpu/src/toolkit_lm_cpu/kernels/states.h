@@ -36,14 +36,26 @@ typedef struct {
 typedef struct {
     STATES;                          /* of [heads, keys, values] */
     const float *q, *k, *v;          /* [rows, length, groups or heads, keys or values] */
-    const float *decays, *factors;   /* [tokens, heads] */
+    const float *decays;             /* [tokens, heads], or [tokens, heads, keys] if per_key */
+    const float *factors;            /* [tokens, heads] */
     float *out;                      /* [tokens, heads, values] */
     long stride;                     /* of q, k and v: floats from token to token */
     long heads, groups, keys, values;
     float scale, eps; /* of q; eps of the norms of q and k, if not negative */
     int is_delta;     /* what the state says of k is subtracted from v */
-    int failed;       /* there was no memory */
+    int per_key;
+    int failed; /* there was no memory */
 } Recurrence;
+
+typedef struct {
+    STATES;                      /* of [size, channels] */
+    const float *x, *time;       /* [tokens, channels] */
+    const float *rates;          /* [size, channels] */
+    const float *into, *out_of;  /* [tokens, size] */
+    float *out;                  /* [tokens, channels] */
+    long into_stride, out_of_stride, channels, size;
+    int failed; /* there was no memory */
+} Scan;
 
 typedef struct {
     const void *latents;    /* [places, size] */

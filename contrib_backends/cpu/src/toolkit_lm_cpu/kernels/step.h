@@ -13,8 +13,9 @@
 
 #define TILE 16
 #define SPAN 256      /* keys; whole tiles */
-#define MANY 64       /* rows that share what is read of a span */
+#define FEWEST 64     /* of MANY rows, those that a work item has where there are few of them */
 #define FETCHED_TILES 4 /* tiles of a quantized cache that are prefetched before they are decoded */
+#define FEW_BLOCKS 4  /* times 16 elements of values, that few rows are multiplied by at a time */
 #define SEGMENT 128   /* tokens that one thread writes at a time */
 #define MOST_SIZE 512 /* of a head */
 #define LONG 65536    /* multiplications, and more, that are worth other threads */
@@ -67,6 +68,15 @@ typedef struct {
 typedef struct {
     float top, total; /* the greatest score, times log2(e), and the sum of the weights */
 } Sum;
+
+/*
+ * Values of two neighbouring tiles of a span: for 16 elements each a tile of AMX, whose rows are
+ * `bytes` apart, and `next` lanes after it the tile of the next 16.
+ */
+typedef struct {
+    const uint32_t *at;
+    long bytes, next;
+} Pair;
 
 static const Sum EMPTY = {-INFINITY, 0};
 
@@ -123,23 +133,30 @@ static inline void visible(const Step *step, long row, long token, long *from, l
     if (*from > *to) *from = *to;
 }
 
-static Plan make_plan(const Step *step) {
-    const long group = step->group;
-    long most_tokens = MANY / group > 1 ? MANY / group : 1, count = 0, products = 0;
+/* `many`: rows of a work item at most. They are fewer where there are too few items for threads. */
+static Plan make_plan(const Step *step, long many) {
+    const long group = step->group, enough = 4 * atomic_load(&team.threads);
+    long longest = 1, most_tokens, count, products = 0;
     Plan plan = {0};
     for (long row = 0; row < step->rows; row++) {
         const long tokens = step->starts[row + 1] - step->starts[row];
-        if (step->table == NULL && tokens > most_tokens) most_tokens = tokens;
+        if (step->table == NULL && tokens > longest) longest = tokens;
         if (step->seen[row] > plan.longest) plan.longest = step->seen[row];
         products += tokens * step->seen[row] * step->heads * step->size;
     }
-    for (long row = 0; row < step->rows; row++)
-        count += (step->starts[row + 1] - step->starts[row] + most_tokens - 1) / most_tokens *
-                 step->kv_heads;
+    for (;; many /= 2) {
+        most_tokens = many / group > longest ? many / group : longest;
+        count = 0;
+        for (long row = 0; row < step->rows; row++)
+            count +=
+                (step->starts[row + 1] - step->starts[row] + most_tokens - 1) / most_tokens *
+                step->kv_heads;
+        if (count >= enough || many <= FEWEST) break;
+    }
     plan.is_long = products > LONG;
     plan.most_rows = most_tokens * group;
     if (step->table != NULL && plan.is_long && plan.longest > SPAN &&
-        count < 4 * atomic_load(&team.threads))
+        count < enough)
         plan.most_spans = (plan.longest + SPAN - 1) / SPAN;
     const long spans = plan.most_spans ? plan.most_spans : 1;
     plan.work = malloc(sizeof *plan.work * (size_t)(count * spans + 1));

@@ -22,6 +22,7 @@
  *   TERMS           precision of attention's weights, as of exp2_lanes
  *   ROWS            rows of a product, at most. Where the sums of its rows by PANELS panels do not
  *                   fit into registers, a product has one panel
+ *   MANY            rows of attention that share what is read of a span
  *   SUMS            sums, of sixteen lanes each, that fit into registers
  *   CONVERTS        whether x meets weights as floats, and holds none. A lane is then half as wide
  *                   in memory
@@ -55,6 +56,7 @@
 #define STORE_WEIGHTS OF(store_f32,  store_f32,  store_split, store_bf16,  store_bf16)
 #define TERMS         OF(7,          7,          5,           5,           5)
 #define ROWS          OF(BASE_ROWS,  BASE_ROWS,  BASE_ROWS,   BASE_ROWS,   32)
+#define MANY          OF(64,         64,         64,         64,          256)
 #define SUMS          OF(BASE_SUMS,  BASE_SUMS,  BASE_SUMS,   BASE_SUMS,   0)
 #define CONVERTS      OF(0,          1,          0,           0,           0)
 #define AMX           OF(0,          0,          0,           0,           1)
