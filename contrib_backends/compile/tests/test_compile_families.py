@@ -8,6 +8,7 @@ import hybrid_families
 import pytest
 import toolkit_lm_deepseek
 import toolkit_lm_hybrid
+import transformers
 from compile_harness import answers
 from toolkit_lm import SamplingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
@@ -39,6 +40,8 @@ def cases():
 
 @pytest.mark.parametrize(("architecture", "variant"), list(cases()))
 def test_a_compiled_family_gives_its_tokens(tmp_path, monkeypatch, architecture, variant):
+    if not hasattr(transformers, architecture):
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = made(architecture, variant)
     randomize(model)

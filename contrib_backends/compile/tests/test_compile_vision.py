@@ -4,13 +4,15 @@ give the tokens that they give without a compiler."""
 from __future__ import annotations
 
 import pytest
+import transformers
 from compile_harness import answers
 from given_renderer import Given
 from qwen_harness import picture, prompt_of, random_qwen, rules_of
+from tile_checkpoints import make_tiled_subject
 from toolkit_lm import SamplingParams
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "glm4v"])
 def test_a_compiled_family_gives_its_tokens(tmp_path, monkeypatch, family):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     theirs = random_qwen(family)
@@ -29,4 +31,24 @@ def test_a_compiled_family_gives_its_tokens(tmp_path, monkeypatch, family):
         answers(tmp_path / "model", prompts, params, level, plugins=[Given()], renderer="given")
         for level in (1, 0)
     )
+    assert compiled == plain
+
+
+@pytest.mark.parametrize(
+    "family", ["idefics3", pytest.param("mistral3", marks=pytest.mark.nightly)]
+)
+def test_a_compiled_family_reads_tiles(tmp_path, monkeypatch, family):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    subject = make_tiled_subject(tmp_path / "model", family)
+    try:
+        transformers.AutoImageProcessor.from_pretrained(str(subject.folder), backend="pil")
+    except ImportError as error:  # old versions read pictures by torchvision alone
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
+    (image,) = subject.items(1)
+    prompts = [
+        {"prompt": f"what is {subject.mark}?", "multi_modal_data": {"image": [image]}},
+        {"prompt": "nothing"},
+    ]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    compiled, plain = (answers(subject.folder, prompts, params, level) for level in (1, 0))
     assert compiled == plain

@@ -44,11 +44,15 @@ def interpret(*arguments: str, **environ: str) -> None:
     assert "passed" in summary and "skipped" not in summary, summary
 
 
-FEW = "row_without_keys or large_scores or many_scores or rotated_into or (launch and plain)"
+FEW = (
+    "row_without_keys or large_scores or many_scores or rotated_into or (launch and plain) or "
+    "rows_that_have_several"
+)
 """Tests of kernels, and a decode in a graph."""
 TESTS = (
     "test_triton_kernels.py",
     "test_triton_graphs.py",
+    "test_triton_low_rank.py",
     "test_triton_quantized.py",
     "test_triton_kit.py",
     "test_triton_engine.py",
@@ -56,7 +60,7 @@ TESTS = (
 
 
 def test_some_kernels() -> None:
-    interpret(*TESTS[:2], "-k", FEW, "-m", "not nightly")
+    interpret(*TESTS[:3], "-k", FEW, "-m", "not nightly")
 
 
 @pytest.mark.slow

@@ -220,13 +220,15 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "groups of any size": ("bf16", PRODUCT | MANY, {"groups": "*i64"}),
     "a table": ("bf16", PRODUCT | MANY | {"ZERO": 0}, {"values": "*fp32"}),
     "MXFP4, few rows": ("bf16", MXFP4 | FEW, {}),
+    "MXFP4 of experts": ("bf16", MXFP4 | FEW, {"pieces": "*i32", "bias": "*bf16"}),
+    "int4 of experts, many rows": ("bf16", PRODUCT | MANY, {"pieces": "*i32", "zeros": "*u8"}),
     "int8 of groups": ("bf16", PRODUCT | MANY | {"ZERO": 128, "PACKED": False}, {}),
     "int8 by int8, few rows": ("i8", CODED | FEW, {"x_scales": "*fp32"}),
     "int8 by int8, many rows": ("i8", CODED | MANY, {"x_scales": "*fp32"}),
 }
 
 
-NOT_OF_DENSE = ("x", "x_scales", "bias")
+NOT_OF_DENSE = ("x", "x_scales", "bias", "pieces")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,7 @@ NOT_OF_DENSE = ("x", "x_scales", "bias")
     [
         ("int4, few rows", 90),
         ("int8 by int8, many rows", 80),
+        ("MXFP4 of experts", 90),
         *(pytest.param(product, 80, marks=pytest.mark.slow) for product in PRODUCTS),
         *(pytest.param(product, 90, marks=pytest.mark.nightly) for product in PRODUCTS),
     ],
@@ -242,7 +245,8 @@ def test_products_of_quantized_weights(product, capability) -> None:
     from toolkit_lm_triton.kernels import quantized
 
     dtype, constants, given = PRODUCTS[product]
-    types = dict.fromkeys(("x_scales", "zeros", "mins", "values", "groups", "bias"), "none")
+    absent = "x_scales", "zeros", "mins", "values", "groups", "bias", "pieces"
+    types = dict.fromkeys(absent, "none")
     types |= {"x": f"*{dtype}", "codes": "*i8" if dtype == "i8" else "*u8", "scales": "*fp32"}
     types |= {"out": "*fp32" if constants["ROWS"] == 16 or dtype == "i8" else f"*{dtype}"}
     warps = 8 if constants["ROWS"] == 128 else 4
@@ -264,3 +268,35 @@ def test_products_of_quantized_weights(product, capability) -> None:
             sizes | {"OUTPUTS": 32},
             capability,
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [
+        ("bf16", 90),
+        pytest.param("bf16", 80, marks=pytest.mark.slow),
+        pytest.param("fp16", 80, marks=pytest.mark.slow),
+        pytest.param("fp32", 90, marks=pytest.mark.slow),
+    ],
+)
+def test_low_ranks(dtype, capability) -> None:
+    from toolkit_lm_triton.kernels import low_rank
+
+    shape = {"PARTS": 3, "COLUMNS": 6, "ROWS": 16, "RANK": 16}
+    tables = {"table": "*i64", "pieces": "*i32", "rows": "*i32", "low": "*fp32"}
+    made = [
+        compiled(
+            low_rank.shrink,
+            tables | {"x": f"*{dtype}"},
+            shape | {"TILE": 128, "TILES": 8},
+            capability,
+        ),
+        compiled(
+            low_rank.expand,
+            tables | {"scales": "*fp32", "out": f"*{dtype}"},
+            shape | {"OUTPUTS": 64},
+            capability,
+        ),
+    ]
+    if dtype != "fp32":
+        assert all("mma" in one.asm["ptx"] for one in made), "products do not run on tensor cores"

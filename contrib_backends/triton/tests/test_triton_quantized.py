@@ -3,6 +3,7 @@ interpreter, with which `test_interpreter.py` runs them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from toolkit_lm.model import (
     QuantizedWeight,
     Shard,
 )
-from toolkit_lm_triton import device as device_module, quantized
+from toolkit_lm_triton import device as device_module, grouped as grouped_module, quantized
 from toolkit_lm_triton.device import interprets, refusal
 from toolkit_lm_triton.layers import TritonKernels
 from toolkit_lm_triton.quantized import QuantizedProduct, ScaledProduct
@@ -222,6 +223,86 @@ def test_what_follows_a_product_of_an_expert() -> None:
         atol=1e-4,
         rtol=1e-4,
     )
+
+
+GROUPED = (
+    "4 bits",
+    "4 bits, zeros",
+    "3 bits, mins",
+    "MXFP4",
+    "NF4",
+    "8 bits of an output",
+    "float8 of 5 exponents, groups",
+)
+
+
+def different_weights(kind: str, count: int) -> list[QuantizedWeight]:
+    """One of each expert."""
+    weights = []
+    for number in range(count):
+        weight = random_weight(37, **KINDS[kind])
+        codes = weight.codes.roll(number, 0)
+        weights.append(replace(weight, codes=codes, scales=weight.scales * (1 + number)))
+    return weights
+
+
+@runs
+@pytest.mark.parametrize("kind", GROUPED)
+def test_experts_are_multiplied_by_one_kernel(kind, monkeypatch) -> None:
+    """Each row by its expert's weight, in pieces: of experts with many rows, few and none, and with
+    rows past the last expert's. Where rows are very many, each expert multiplies its own."""
+    weights = different_weights(kind, 5)
+    ends = torch.tensor([3, 3, 22, 23, 40], dtype=torch.int32, device=DEVICE)
+    biases = random(5, 37)
+    x = random(43, INPUTS)
+    methods = [make(weight) for weight in weights]
+    grouped = TritonKernels().group(methods)
+    assert grouped is not None
+    for added, most in ((None, 128), (biases, 128), (biases, 4)):
+        monkeypatch.setattr(grouped_module, "_MANY_ROWS", most)
+        found = grouped(x, ends, added)
+        begin = 0
+        for number, end in enumerate(ends.tolist()):
+            its = x[begin:end]
+            exact = its.double() @ weights[number].dequantized().double().T
+            exact = exact if added is None else exact + added[number].double()
+            error = (found[begin:end].double() - exact).abs()
+            assert (error <= bound(its, weights[number], exact)).all()
+            begin = end
+    assert grouped(x[:0], ends * 0, biases).shape == (0, 37)
+    # The methods have their weights still.
+    for method, weight in zip(methods, weights, strict=True):
+        assert torch.equal(method.dequantized(), weight.dequantized())
+
+
+@runs
+def test_experts_that_differ_are_not_grouped() -> None:
+    same = [make(weight) for weight in different_weights("4 bits", 2)]
+    kernels = TritonKernels()
+    assert kernels.group([]) is None
+    for kind in ("4 bits of an output", "MXFP4", "4 bits, zeros", "4 bits in any order"):
+        assert kernels.group([*same, make(random_weight(37, **KINDS[kind]))]) is None
+    plain = Kernels().quantized_method(
+        make_spec(random_weight(37), torch.float32), random_weight(37)
+    )
+    assert kernels.group([*same, plain]) is None
+    assert kernels.group([make(random_weight(37, **KINDS["4 bits in any order"]))] * 2) is None
+
+
+def test_pieces_of_rows() -> None:
+    ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32)
+    found = grouped_module.pieces_of(ends, 25, 8)
+    assert len(found) == 25 // 8 + 4
+    assert [piece for piece in found.tolist() if piece[1] < piece[2]] == [
+        [0, 0, 3],
+        [2, 3, 11],
+        [2, 11, 19],
+        [2, 19, 20],
+        [3, 20, 21],
+    ]
+    for rows in range(1, 9):
+        alone = grouped_module.pieces_of(torch.arange(1, rows + 1, dtype=torch.int32), rows, 16)
+        assert alone.tolist() == [[row, row, row + 1] for row in range(rows)]
 
 
 @runs

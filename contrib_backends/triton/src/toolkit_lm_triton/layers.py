@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     FusedLayer,
+    GroupedProduct,
     Kernels,
     LayerParts,
     LinearMethod,
     LinearSpec,
+    LowRank,
     QuantizedWeight,
     UnquantizedMethod,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit_lm_triton.device import LAUNCH, interprets, refusal
 from toolkit_lm_triton.fused import FusedDecoderLayer, fits
 from toolkit_lm_triton.gated import GatedMethod
+from toolkit_lm_triton.grouped import GroupedProducts
+from toolkit_lm_triton.low_rank import TritonLowRank
 from toolkit_lm_triton.pieces import power_of_2
 from toolkit_lm_triton.quantized import QuantizedMethod, QuantizedProduct, ScaledProduct, is_scaled
 
@@ -46,6 +50,14 @@ _SCORES = 4096
 
 class GatedLinear(GatedMethod, UnquantizedMethod):
     """A linear method with the weight as it was loaded."""
+
+    def create(self, layer: nn.Module, spec: LinearSpec) -> None:
+        super().create(layer, spec)
+        self.dtype = spec.dtype
+
+    @property
+    def stored(self) -> Tensor:
+        return self.weight
 
 
 class TritonKernels(Kernels):
@@ -82,6 +94,12 @@ class TritonKernels(Kernels):
             return super().quantized_method(spec, weight)
         method = ScaledProduct if is_scaled(weight, spec) else QuantizedProduct
         return method(weight, spec, self)
+
+    def group(self, methods: Sequence[LinearMethod]) -> GroupedProduct | None:
+        return GroupedProducts.of(methods)
+
+    def low_rank(self) -> LowRank:
+        return TritonLowRank(self._device)
 
     def fuse(self, parts: LayerParts) -> FusedLayer | None:
         return FusedDecoderLayer(parts, self._kernels) if fits(parts) else None

@@ -37,12 +37,19 @@ _FLOAT8 = 448.0
 class QuantizedMethod(GatedMethod):
     """Base of methods that the kernels make once a weight is loaded."""
 
+    codes: Tensor
+    """[outputs, ...]"""
+
     def __init__(self, kernels: Gates, dtype: torch.dtype) -> None:
         super().__init__(kernels)
         self.dtype = dtype
 
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         raise AssertionError("it is made once the weight is loaded")
+
+    @property
+    def stored(self) -> Tensor:
+        return self.codes
 
 
 class QuantizedProduct(QuantizedMethod):
@@ -104,6 +111,31 @@ class QuantizedProduct(QuantizedMethod):
             self.is_e2m1,
         )
         return out
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernels."""
+        has_zero = self.values is None and not self.is_coded
+        return {
+            "ZERO": 2 ** (self.bits - 1) if has_zero else 0,
+            "GROUP": self.group,
+            "PACKED": self.is_packed,
+            "TILE": self.tile,
+            "E2M1": self.is_e2m1,
+        }
+
+    def layout(self) -> tuple[object, ...]:
+        """Two weights with the same layout may be multiplied by one kernel."""
+        # Bytes, since NaN is not itself.
+        values = None if self.values is None else bytes(self.values.view(torch.uint8).tolist())
+        return (
+            self.codes.shape,
+            self.codes.dtype,
+            self.dtype,
+            self.zeros is None,
+            self.mins is None,
+            values,
+            *self.constants().values(),
+        )
 
     def dequantized(self) -> Tensor:
         return self.embed(torch.arange(len(self.codes), device=self.codes.device))
@@ -201,8 +233,6 @@ def linear(
     is_e2m1: bool,
 ) -> Tensor:
     """x W^T + bias, with W in the layout of QuantizedProduct."""
-    from toolkit_lm_triton.kernels import quantized
-
     rows = len(x)
     outputs = len(codes)
     if not rows:
@@ -224,14 +254,37 @@ def linear(
     x_scales = None
     if is_coded:
         x, x_scales = quantize_rows(x, tile, torch.int8)
-    tiles = codes.shape[1] // tile
-    choice = choose(rows, outputs, tiles, x.element_size())
+    choice = choose(rows, outputs, codes.shape[1] // tile, x.element_size())
+    programs = -(-rows // choice.rows)
+    return launch(x, x_scales, weight, bias, None, inputs, dtype, choice, programs, constants)
+
+
+def launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: tuple[Tensor | None, ...],
+    bias: Tensor | None,
+    pieces: Tensor | None,
+    inputs: int,
+    dtype: torch.dtype,
+    choice: Choice,
+    programs: int,
+    constants: dict[str, Any],
+) -> Tensor:
+    """x W^T + bias. `programs`: those that share out the rows."""
+    from toolkit_lm_triton.kernels import quantized
+
+    codes = weight[0]
+    assert codes is not None
+    rows = len(x)
+    outputs, width = codes.shape[-2:]
+    tiles = width // constants["TILE"]
     of_split = -(-tiles // choice.splits)
     splits = -(-tiles // of_split)
     out = x.new_empty(splits, rows, outputs, dtype=torch.float32 if splits > 1 else dtype)
-    quantized.product[-(-outputs // choice.outputs), -(-rows // choice.rows), splits](
-        *(x, x_scales, *weight, bias, out),
-        *(rows, inputs, outputs, x.stride(0), codes.shape[1], of_split),
+    quantized.product[-(-outputs // choice.outputs), programs, splits](
+        *(x, x_scales, *weight, bias, pieces, out),
+        *(rows, inputs, outputs, x.stride(0), width, of_split),
         **constants,
         ROWS=choice.rows,
         OUTPUTS=choice.outputs,
@@ -254,13 +307,14 @@ class Choice(NamedTuple):
     """Tiles that are on their way at a time."""
 
 
-def choose(rows: int, outputs: int, tiles: int, element_size: int) -> Choice:
-    """Sizes for a number of rows, of outputs, and of tiles that a weight's inputs are."""
+def choose(rows: int, outputs: int, tiles: int, element_size: int, experts: int = 1) -> Choice:
+    """Sizes for a number of rows, of outputs, and of tiles that a weight's inputs are. `experts`:
+    those that have so many rows each."""
     is_few = rows <= _FEW_ROWS
     # In 4 bytes a larger tile would not fit the memory of a program.
     wide = 128 if element_size < 4 else 64
     block = (_FEW_ROWS, 32) if is_few else (min(wide, power_of_2(rows)), wide)
-    programs = -(-outputs // block[1]) * -(-rows // block[0])
+    programs = -(-outputs // block[1]) * -(-rows // block[0]) * experts
     # Few rows make few programs, which share out the inputs. Sums of many rows are much to write.
     most = _PROGRAMS if is_few else _PROGRAMS // 4
     splits = min(max(most // programs, 1), -(-tiles // 4))

@@ -18,6 +18,7 @@ def product(
     values,
     groups,
     bias,
+    pieces,
     out,
     rows,
     inputs,
@@ -44,11 +45,34 @@ def product(
     values: the value of each code. Without them it is the code; ZERO is its zero without `zeros`.
     E2M1: codes are numbers of 4 bits.
     x_scales [rows, inputs / TILE]: x has codes of 8 bits, and so has W, signed.
+
+    pieces [P, 3]: W of several experts lie one after the other, and so do their scales, zeros, mins
+    and biases. Each piece is an expert, its first row and the end of its rows, at most ROWS of them
+    or none. Programs are (outputs / OUTPUTS, P, splits).
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(1) * ROWS
+    if pieces is not None:
+        piece = pieces + tl.program_id(1) * 3
+        expert = tl.load(piece).to(tl.int64)
+        first_row = tl.load(piece + 1)
+        rows_end = tl.load(piece + 2)
+        codes += expert * outputs * codes_row
+        its_scales = expert * outputs
+        if GROUP:
+            its_scales *= inputs // GROUP
+        scales += its_scales
+        if zeros is not None:
+            zeros += its_scales
+        if mins is not None:
+            mins += its_scales
+        if bias is not None:
+            bias += expert * outputs
+    else:
+        rows_end = rows
+    row = first_row + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(2)
-    is_row = row < rows
+    is_row = row < rows_end
     is_output = output < outputs
     k = tl.arange(0, TILE)
     halves: tl.constexpr = 2 if PACKED else 1
@@ -62,7 +86,10 @@ def product(
         scale_1 = scale_0
         if PACKED and GROUP:
             scale_1 = _scales_at(scales, (first * 2 + 1) * TILE, inputs, outputs, output, GROUP)
-    for tile in range(first, tl.minimum(first + tiles_of_split, tl.cdiv(codes_row, TILE))):
+    end = tl.minimum(first + tiles_of_split, tl.cdiv(codes_row, TILE))
+    if pieces is not None:
+        end = tl.where(first_row < rows_end, end, first)
+    for tile in range(first, end):
         if groups is None:
             next_0 = scale_0
             next_1 = scale_1
