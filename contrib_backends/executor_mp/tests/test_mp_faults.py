@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import living
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import (
@@ -75,7 +76,7 @@ def others():
 def workers() -> set[int]:
     """Processes of this one, and of its engine process, that live."""
     found = psutil.Process().children(recursive=True)
-    return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE} - OTHERS
+    return {process.pid for process in living(found)} - OTHERS
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import time
-from contextlib import suppress
 
 import psutil
 import pytest
 import ray
+from processes import is_alive
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm_executor_ray.cluster import joined
 from toolkit_lm_executor_ray.guard import is_rays
@@ -46,12 +46,6 @@ def child_of(process: psutil.Process) -> psutil.Process:
     return child
 
 
-def lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def test_what_the_host_has_started_meanwhile_outlives_the_cluster(run):
     """Such as ffmpeg, of another thread: it inherits the cluster's mark, and is a child of the same
     process."""
@@ -64,8 +58,8 @@ def test_what_the_host_has_started_meanwhile_outlives_the_cluster(run):
         ffmpeg = run("/bin/bash", "-c", "sleep 60 & wait")
         part = child_of(ffmpeg)
     cluster.end()
-    assert not lives(raylet) and not lives(worker)
-    assert lives(ffmpeg) and lives(part)
+    assert not is_alive(raylet) and not is_alive(worker)
+    assert is_alive(ffmpeg) and is_alive(part)
     part.kill()
 
 

@@ -20,7 +20,11 @@ EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "ray_serve.py"
 def url(cluster, monkeypatch):
     """The address at which the example serves."""
     from ray import serve
+    from ray.serve._private import api, client
 
+    # The minute that Ray gives a proxy is too short on a busy machine.
+    for module in (api, client):
+        monkeypatch.setattr(module, "HTTP_PROXY_TIMEOUT", 300)
     spec = importlib.util.spec_from_file_location("ray_serve_example", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, example)

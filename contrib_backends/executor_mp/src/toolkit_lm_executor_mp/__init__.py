@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def toolkit_register_executors(executors: ExecutorRegistry) -> None:
     executors.add("mp", "toolkit_lm_executor_mp.executor:MpExecutor", runs_nodes=True)
+    executors.add("external_launcher", "toolkit_lm_executor_mp.external:ExternalLauncherExecutor")
 
 
 @hookimpl(optionalhook=True)

@@ -17,6 +17,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+/* Headers of Python 3.12 and later take no reference to None, which Python 3.11 counts. */
+#undef Py_RETURN_NONE
+#define Py_RETURN_NONE return Py_NewRef(Py_None)
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
