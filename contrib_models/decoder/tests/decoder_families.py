@@ -171,6 +171,22 @@ VARIANTS = {
             "tie_word_embeddings": True,
         },
     },
+    "GlmForCausalLM": {
+        "biases": {**LLAMA_LIKE, "head_dim": 24, "attention_bias": True},
+        "tied": {**LLAMA_LIKE, "head_dim": 16, "tie_word_embeddings": True},
+    },
+    "Glm4ForCausalLM": {
+        "biases": {**LLAMA_LIKE, "head_dim": 16, "attention_bias": True},
+        "whole heads rotated": {
+            **LLAMA_LIKE,
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    },
     "Olmo2ForCausalLM": {
         "grouped": LLAMA_LIKE,
         "multi-head, biases, tied": {

@@ -86,6 +86,20 @@ class TestGranite(TransformersConformance):
         return make("GraniteForCausalLM", variant)
 
 
+class TestGlm(TransformersConformance):
+    variants = variants_of("GlmForCausalLM")
+
+    def make_hf_model(self, **variant):
+        return make("GlmForCausalLM", variant)
+
+
+class TestGlm4(TransformersConformance):
+    variants = variants_of("Glm4ForCausalLM")
+
+    def make_hf_model(self, **variant):
+        return make("Glm4ForCausalLM", variant)
+
+
 class TestOlmo2(TransformersConformance):
     variants = variants_of("Olmo2ForCausalLM")
 

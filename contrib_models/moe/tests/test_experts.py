@@ -5,7 +5,13 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
-from toolkit_lm.model import LinearBase
+from toolkit_lm.model import (
+    ChangingMethod,
+    DequantizingMethod,
+    Kernels,
+    LinearBase,
+    QuantizedWeight,
+)
 from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 from torch.nn import functional as F
 
@@ -215,3 +221,70 @@ def test_tensors_of_all_experts_are_cut():
     assert all(
         torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(cut, expected, strict=True)
     )
+
+
+class Grouping(Kernels):
+    """Multiplies by dequantized weights, an expert at a time, and counts."""
+
+    calls = 0
+
+    def group(self, methods):
+        def product(rows, ends, biases):
+            Grouping.calls += 1
+            out = torch.full((len(rows), methods[0].dequantized().shape[0]), torch.nan)
+            begin = 0
+            for number, end in enumerate(ends.tolist()):
+                bias = None if biases is None else biases[number]
+                out[begin:end] = F.linear(rows[begin:end], methods[number].dequantized(), bias)
+                begin = end
+            return out
+
+        return product
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "divided"])
+def test_kernels_may_multiply_quantized_experts_in_one(monkeypatch, bias, ranks):
+    """They are asked once, after loading. Hooks, and methods that are wrapped later, are obeyed."""
+    monkeypatch.setattr(Grouping, "calls", 0)
+    config = VllmConfig.default(
+        tensor_parallel_size=ranks, dtype="float32", enable_expert_parallel=ranks > 1
+    ).with_rank(ranks - 1)
+    layer = RoutedExperts(EXPERTS, HIDDEN, INNER, bias=bias, vllm_config=config, prefix="mlp")
+    for module in layer.modules():
+        if not isinstance(module, LinearBase):
+            continue
+        if bias:
+            torch.nn.init.normal_(module.bias)
+        codes = torch.randint(0, 256, module.spec.shape, dtype=torch.uint8)
+        scales = torch.full((len(codes), 1), 1 / 300)
+        weight = QuantizedWeight(codes=codes, bits=8, scales=scales)
+        module.method = DequantizingMethod(weight, torch.float32)
+    layer.requires_grad_(False)
+    experts, weights = ROUTINGS["mixed"]
+    x = torch.randn(len(experts), HIDDEN)
+    alone = layer.compute(x, experts, weights)
+    assert layer._products == ()
+    layer._products = None
+    layer.kernels = Grouping()
+    torch.testing.assert_close(layer.compute(x, experts, weights), alone)
+    torch.testing.assert_close(layer.compute(x, experts, weights), alone)
+    assert Grouping.calls == 4
+    held = layer.get_submodule(str(layer.held[0]))
+    seen = []
+    hook = held.register_forward_hook(lambda *given: seen.append(given))
+    torch.testing.assert_close(layer.compute(x, experts, weights), alone)
+    assert seen and Grouping.calls == 4
+    hook.remove()
+    torch.testing.assert_close(layer.compute(x, experts, weights), alone)
+    assert Grouping.calls == 6
+    held.down_proj.wrap(Doubling)
+    assert not torch.allclose(layer.compute(x, experts, weights), alone)
+    assert Grouping.calls == 6
+
+
+class Doubling(ChangingMethod):
+    """Twice what the other method gives."""
+
+    def change(self, x, out, rows):
+        return out.mul_(2)

@@ -8,6 +8,8 @@ MODELS = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3nForCausalLM": "gemma3n",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",

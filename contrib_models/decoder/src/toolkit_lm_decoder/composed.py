@@ -66,9 +66,13 @@ class ComposedModel(Model):
         )
         encodes = is_first_stage(vllm_config.parallel)
         self.encoder = (
-            self.encoder_class(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
+            self.encoder_type()(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
         )
         see_encoder_tokens(self.encoder)
+
+    def encoder_type(self) -> type[Model]:
+        """Class of the encoder, where it depends on the checkpoint."""
+        return self.encoder_class
 
     def text_config(self) -> dict[str, Any]:
         """The config.json of the language part."""

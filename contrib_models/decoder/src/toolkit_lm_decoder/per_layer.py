@@ -320,19 +320,21 @@ class PerLayerModel(Gemma3Model):
         """The hidden states [T, H] that the last layer's output stands for."""
         return x
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         *,
+        inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
+        """`inputs_embeds` [T, H]: in place of the tokens' embeddings, but not of the layers'."""
         embeddings: Tensor | None = None
         if intermediate is not None:
             x = intermediate["hidden_states"]
             embeddings = intermediate.get("per_layer_inputs")
         else:
-            embeds = self.embed_tokens(input_ids)
+            embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             embeddings = self.per_layer_inputs(input_ids, embeds) if self.size else None
             x = self.spread(embeds)
         split: Sequence[Tensor | None] = [None] * self.num_layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from toolkit_lm.attention import op_layer
@@ -17,11 +17,14 @@ from toolkit_lm.model import (
     NO_EPILOGUE,
     Absent,
     Epilogue,
+    GroupedProduct,
     LinearBase,
+    LinearMethod,
     LinearSpec,
     Rows,
     Shard,
     UnquantizedMethod,
+    choose_kernels,
     gate,
     get_activation,
     join,
@@ -153,6 +156,11 @@ class RoutedExperts(Bypassable):
     [E, H, inner]. None: one by one."""
     stacked_biases: tuple[Tensor | None, Tensor | None] = (None, None)
     """Their biases [E, 2 * inner] and [E, H], those that this rank adds."""
+    _products: tuple[GroupedProduct, ...] | None = None
+    """The kernels' products of quantized experts, gate and up, and down; empty: one by one. None:
+    not asked for yet, as weights must be loaded first."""
+    _methods: tuple[LinearMethod, ...] = ()
+    """The methods that they were made of. A method may be wrapped later."""
 
     def __init__(
         self,
@@ -170,6 +178,7 @@ class RoutedExperts(Bypassable):
         """`unit` takes the place of activation(gate) * up."""
         super().__init__()
         self.prefix = prefix
+        self.kernels = choose_kernels()
         self.unit = unit
         self.gated = gated
         self.has_bias = bias
@@ -210,8 +219,7 @@ class RoutedExperts(Bypassable):
         is_aligned = all(
             size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size)
         )
-        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed
-        # weights.
+        # torch's grouped product is a loop on the CPU, and slower than one over packed weights.
         on_cpu = torch.get_default_device().type == "cpu"
         self.stacked = None if on_cpu or not is_aligned else self.stack()
 
@@ -248,24 +256,54 @@ class RoutedExperts(Bypassable):
         chosen, order = counted.flatten().sort(stable=True)
         tokens = order // experts.shape[1]
         rows = x[tokens]
+        if self.stacked is None and self._products is None:
+            self._group()
         # The grouped product calls no expert, and a hook waits for the call of its expert.
-        if self.stacked is None or not self.may_bypass():
+        if (self.stacked is None and not self._products) or not self.may_bypass():
             sorted_out = self._one_by_one(rows, chosen, tokens)
         else:
-            sorted_out = self._grouped(rows, chosen, *self.stacked)
+            sorted_out = self._grouped(rows, chosen)
         if divided:
             sorted_out.masked_fill_((chosen >= len(self.held)).unsqueeze(-1), 0)
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         return (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
-    def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _group(self) -> None:
+        """Asks the kernels for grouped products of the methods that the experts have by now."""
+        methods = self._projections()
+        made = [self.kernels.group(methods[i :: len(PROJECTIONS)]) for i in range(len(PROJECTIONS))]
+        self._products = tuple(product for product in made if product is not None)
+        if len(self._products) < len(PROJECTIONS):
+            self._products = ()
+            return
+        self._methods = methods
+        if self.has_bias and self.held:
+            of_gate_up, of_down = (
+                torch.stack([self.get_parameter(f"{i}.{name}.bias") for i in self.held])
+                for name in PROJECTIONS
+            )
+            adds = self.get_submodule(f"{self.held[0]}.{PROJECTIONS[1]}").adds_bias
+            self.stacked_biases = of_gate_up, of_down if adds else None
+
+    def _projections(self) -> tuple[LinearMethod, ...]:
+        """The methods of the experts held: of each, gate and up, then down."""
+        layers = (self.get_submodule(f"{i}.{name}") for i in self.held for name in PROJECTIONS)
+        return tuple(cast(LinearBase, layer).method for layer in layers)
+
+    def _grouped(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows; those of
         experts held elsewhere are undefined."""
         ends = torch.searchsorted(
             chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True
         )
         of_gate_up, of_down = self.stacked_biases
+        if self.stacked is None:
+            assert self._products
+            first, second = self._products
+            x = first(rows, ends, of_gate_up)
+            return second(self.activated(x) if self.unit is None else self.unit(x), ends, of_down)
+        gate_up, down = self.stacked
         held = chosen.clamp(max=len(self.held) - 1)
         x = F.grouped_mm(rows, gate_up.mT, offs=ends)
         x = x if of_gate_up is None else x.add_(of_gate_up[held])
@@ -278,9 +316,11 @@ class RoutedExperts(Bypassable):
         return gate(x, self.activation) if self.gated else get_activation(self.activation)(x)
 
     def refuses_bypass(self) -> str | None:
-        methods = (
-            self.get_submodule(f"{i}.{name}").method for i in self.held for name in PROJECTIONS
-        )
+        methods = self._projections()
+        if self.stacked is None and self._products:
+            if any(now is not then for now, then in zip(methods, self._methods, strict=True)):
+                return "a projection has another method than the one that was grouped"
+            return super().refuses_bypass()
         for method in methods:
             if not isinstance(method, UnquantizedMethod):
                 return f"a projection has the method {type(method).__name__}"

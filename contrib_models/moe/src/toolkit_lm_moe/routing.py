@@ -35,6 +35,8 @@ class Routing:
     """Factor of all weights."""
     normalize: bool = False
     """The weights of a token's experts sum to one, before they are scaled."""
+    eps: float = 1e-20
+    """Added to that sum."""
     groups: int = 1
     """The experts are divided into so many groups of equal size."""
     top_groups: int = 1
@@ -78,7 +80,7 @@ class Routing:
         experts = wanted.topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return experts, weights * self.scale
 
     def _within_groups(self, scores: Tensor) -> Tensor:
