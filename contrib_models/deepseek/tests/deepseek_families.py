@@ -92,6 +92,18 @@ LONGCAT = {
     "routed experts alone": {"zero_expert_num": 0},
     "zero experts, sharpened": {"rope_parameters": YARN},
 }
+KIMI = {
+    "dense first": {},
+    "all sparse, latent queries": {
+        "linear_head_dim": 8,
+        "layer_types": ["full_attention", "linear_attention"],
+        "mlp_layer_types": ["sparse", "sparse"],
+        "q_lora_rank": 14,
+        "n_group": 2,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
+}
 
 
 def make_v2(**changes):
@@ -121,6 +133,26 @@ def make_minicpm3(**changes):
     return transformers.MiniCPM3ForCausalLM(MiniCPM3Config(**{**shape, **changes})).eval()
 
 
+def make_kimi(**changes):
+    own = {
+        # Two ranks do not divide it.
+        "vocab_size": 273,
+        "q_lora_rank": None,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "num_local_experts": 4,
+        # All of them: a choice that rounding in bfloat16 turns is an error of another kind.
+        "num_experts_per_tok": 4,
+        # A random query and key are often nearly orthogonal.
+        "rms_norm_eps": 0.4,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    others = {"first_k_dense_replace", "n_routed_experts"}
+    shape = {key: value for key, value in SHAPE.items() if key not in others}
+    config = transformers.KimiLinearConfig(**{**shape, **own, **changes})
+    return transformers.KimiLinearForCausalLM(config).eval()
+
+
 def make_longcat(**changes):
     """Of the four experts that give a token back, transformers writes gates, which are not
     used."""
@@ -145,6 +177,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": (make_v3, V3),
     "Glm4MoeForCausalLM": (make_glm45, GLM45),
     "Glm4MoeLiteForCausalLM": (make_glm, GLM),
+    "KimiLinearForCausalLM": (make_kimi, KIMI),
     "LongcatFlashForCausalLM": (make_longcat, LONGCAT),
     "MiniCPM3ForCausalLM": (make_minicpm3, MINICPM3),
 }

@@ -4,12 +4,14 @@ prefill, ranks, weight errors."""
 from deepseek_families import (
     GLM,
     GLM45,
+    KIMI,
     LONGCAT,
     MINICPM3,
     V2,
     V3,
     make_glm,
     make_glm45,
+    make_kimi,
     make_longcat,
     make_minicpm3,
     make_v2,
@@ -64,3 +66,11 @@ class TestLongcatFlash(TransformersConformance):
 
     def make_hf_model(self, **variant):
         return make_longcat(**variant)
+
+
+class TestKimiLinear(TransformersConformance):
+    variants = KIMI
+    tensor_parallel_sizes = (2,)
+
+    def make_hf_model(self, **variant):
+        return make_kimi(**variant)

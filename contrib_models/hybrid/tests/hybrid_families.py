@@ -75,6 +75,32 @@ NEMOTRON_H = {
     "ssm_state_size": 8,
     "chunk_size": 16,
 }
+PLAIN = {key: value for key, value in MAMBA2.items() if not key.startswith("mamba")}
+LFM3 = {
+    **{key: value for key, value in PLAIN.items() if key != "rms_norm_eps"},
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "norm_eps": 0.1,
+    "sliding_window": 5,
+}
+OLMO_HYBRID = {
+    **PLAIN,
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+ZAMBA2 = {
+    **{key: value for key, value in PLAIN.items() if key != "num_key_value_heads"},
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+    "mamba_d_state": 8,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 4,
+    "adapter_rank": 4,
+}
 VARIANTS = {
     "BambaForCausalLM": {
         "four groups, steps limited": {
@@ -155,6 +181,42 @@ VARIANTS = {
             "tie_word_embeddings": False,
         },
     },
+    "Lfm2MoeForCausalLM": {
+        "one dense": {
+            **PLAIN,
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 0.7,
+        },
+        "no bias, untied": {
+            **PLAIN,
+            "layer_types": ["full_attention", "conv"],
+            "conv_bias": True,
+            "num_dense_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    },
+    "Lfm3ForCausalLM": {
+        "all kinds": {**LFM3, "layer_types": ["sliding_attention", "conv", "full_attention"]},
+        "no gates, no norms": {
+            **LFM3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "tie_word_embeddings": False,
+        },
+    },
     "Mamba2ForCausalLM": {
         "four groups": {**RECURRENT, "num_heads": 8, "head_dim": 8, "n_groups": 4, "state_size": 8}
     },
@@ -179,6 +241,20 @@ VARIANTS = {
             "moe_latent_size": 24,
         },
         "dense": {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    },
+    "OlmoHybridForCausalLM": {
+        "no positions": {
+            **OLMO_HYBRID,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+        "rotary, grouped": {
+            **OLMO_HYBRID,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "linear_allow_neg_eigval": False,
+            "linear_num_value_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+        },
     },
     "Qwen3NextForCausalLM": {
         "experts": {**QWEN3_NEXT, **EXPERTS},
@@ -207,6 +283,37 @@ VARIANTS = {
             **{key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"},
             **EXPERTS,
         }
+    },
+    "RecurrentGemmaForCausalLM": {
+        "both kinds": {
+            **{key: value for key, value in PLAIN.items() if key != "max_position_embeddings"},
+            "num_key_value_heads": 1,
+            "block_types": ["recurrent", "attention"],
+            "attention_window_size": 6,
+        },
+        "a cap, biases": {
+            **{key: value for key, value in PLAIN.items() if key != "max_position_embeddings"},
+            "block_types": ["attention", "recurrent"],
+            "attention_window_size": 6,
+            "logits_soft_cap": 2.0,
+            "attention_bias": True,
+            "conv1d_width": 3,
+        },
+    },
+    "Zamba2ForCausalLM": {
+        "two blocks, adapters, rotary": {
+            **ZAMBA2,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+        "one block, biases, untied": {
+            **ZAMBA2,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+            "num_key_value_heads": 2,
+            "add_bias_linear": True,
+            "tie_word_embeddings": False,
+        },
     },
 }
 

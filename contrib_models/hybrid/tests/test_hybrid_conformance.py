@@ -57,6 +57,26 @@ class TestLfm2(HybridConformance):
     variants = VARIANTS[architecture]
 
 
+class TestLfm2Moe(HybridConformance):
+    architecture = "Lfm2MoeForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestLfm3(HybridConformance):
+    architecture = "Lfm3ForCausalLM"
+    variants = VARIANTS[architecture]
+
+    def scaled_models(self, hf_model):
+        """Heads rotated whole: transformers rotates a share of each by "proportional" alone."""
+        hf_model.config.rope_parameters["full_attention"]["partial_rotary_factor"] = 1.0
+        return super().scaled_models(hf_model)
+
+
+class TestOlmoHybrid(HybridConformance):
+    architecture = "OlmoHybridForCausalLM"
+    variants = VARIANTS[architecture]
+
+
 class TestFalconMamba(HybridConformance):
     architecture = "FalconMambaForCausalLM"
     variants = VARIANTS[architecture]
@@ -79,4 +99,14 @@ class TestMamba2(HybridConformance):
 
 class TestNemotronH(HybridConformance):
     architecture = "NemotronHForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestRecurrentGemma(HybridConformance):
+    architecture = "RecurrentGemmaForCausalLM"
+    variants = VARIANTS[architecture]
+
+
+class TestZamba2(HybridConformance):
+    architecture = "Zamba2ForCausalLM"
     variants = VARIANTS[architecture]

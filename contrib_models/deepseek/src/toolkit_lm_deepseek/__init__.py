@@ -2,6 +2,8 @@
 This entry module only registers them, their kind of KV cache and its attention backend; each is
 imported when it is selected."""
 
+from typing import Any
+
 from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     KVKindRegistry,
@@ -14,10 +16,13 @@ MODELS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "KimiLinearForCausalLM": "kimi_linear",
     "LongcatFlashForCausalLM": "longcat_flash",
     "MiniCPM3ForCausalLM": "minicpm3",
 }
 """Architectures, and the modules that hold a class of that name."""
+LENGTH_KEYS = {"KimiLinearForCausalLM": ("model_max_length",)}
+"""Where config.json states the longest sequence, if not where others do."""
 
 
 @hookimpl
@@ -33,4 +38,11 @@ def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> N
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, module in MODELS.items():
-        models.add(architecture, f"toolkit_lm_deepseek.{module}:{architecture}", model_type=module)
+        keys = LENGTH_KEYS.get(architecture)
+        limits: dict[str, Any] = {} if keys is None else {"length_keys": keys}
+        models.add(
+            architecture,
+            f"toolkit_lm_deepseek.{module}:{architecture}",
+            model_type=module,
+            **limits,
+        )

@@ -15,6 +15,7 @@ from toolkit_lm.model import (
     RMSNorm,
     Rotation,
     RowParallelLinear,
+    Rows,
     WrappingMethod,
     join,
     torch_dtype,
@@ -81,6 +82,7 @@ class DeepseekAttention(nn.Module):
         self.kv_b_proj = self._column(
             self.rank, num_heads * (self.plain_size + self.value_size), "kv_b_proj"
         )
+        self.kv_b_proj.rows = Rows.CACHED
         self.o_proj = RowParallelLinear(
             num_heads * self.value_size,
             hidden_size,

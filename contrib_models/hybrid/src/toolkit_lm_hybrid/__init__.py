@@ -12,18 +12,29 @@ MODELS = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "JambaForCausalLM": "jamba",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
     "Mamba2ForCausalLM": "mamba2",
     "MambaForCausalLM": "mamba",
     "NemotronHForCausalLM": "nemotron_h",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "Zamba2ForCausalLM": "zamba2",
 }
 """Architectures, and the modules that hold a class of that name."""
 MODEL_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Values of `model_type`, if they are not the module's name."""
-UNBOUNDED = {"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"}
-"""Architectures without attention: no checkpoint states a longest sequence."""
+UNBOUNDED = {
+    "FalconMambaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "RecurrentGemmaForCausalLM",
+}
+"""Architectures whose checkpoints state no longest sequence: without attention, or with windows
+alone."""
 
 
 @hookimpl

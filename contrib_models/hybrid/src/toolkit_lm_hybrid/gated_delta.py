@@ -29,6 +29,9 @@ _EPS = 1e-6
 class GatedDeltaNet(RecurrentMixer):
     """x [T, H] -> [T, H], with the projections of Qwen3.5. Head counts are this rank's."""
 
+    beta_scale = 1.0
+    """Greatest beta. Above 1, an eigenvalue of a state's transition may be negative."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(prefix)
         config = HFConfig(vllm_config.hf_config)
@@ -61,7 +64,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm = GatedRMSNorm(
             Shard.whole(self.value_size),
             group=self.value_size,
-            eps=config.get("rms_norm_eps", float, 1e-6),
+            eps=self.norm_eps(config),
             vllm_config=vllm_config,
         )
         hidden_size = config.require("hidden_size", int)
@@ -76,6 +79,10 @@ class GatedDeltaNet(RecurrentMixer):
             (self.num_heads, self.key_size, self.value_size),
             vllm_config=vllm_config,
         )
+
+    def norm_eps(self, config: HFConfig) -> float:
+        """Epsilon of the norm of the result."""
+        return config.get("rms_norm_eps", float, 1e-6)
 
     def make_projections(
         self, hidden_size: int, keys: int, values: int, heads: int, **options: Any
@@ -111,6 +118,8 @@ class GatedDeltaNet(RecurrentMixer):
         qkv, b, a = inputs
         out.zero_()
         beta = b.float().sigmoid()
+        if self.beta_scale != 1:
+            beta *= self.beta_scale
         decay = torch.exp(-self.A_log.exp() * F.softplus(a.float() + self.dt_bias))
         for rows, (windows, states) in self.steps():
             mixed = self.conv1d(qkv, windows, rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from toolkit_lm.config import VllmConfig
@@ -44,6 +45,12 @@ class ShortConv(RecurrentMixer):
             out[rows.tokens] = self.conv(inputs[0], windows, rows)
 
 
+def lfm_values(config: HFConfig) -> dict[str, Any]:
+    """Fields of config.json that all LFM name otherwise than Llama."""
+    tied = config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True))
+    return {"rms_norm_eps": config.get("norm_eps", float, 1e-5), "tie_word_embeddings": tied}
+
+
 class Lfm2Attention(Qwen3Attention):
     def window(self, config: HFConfig, layer: int) -> None:
         return None
@@ -55,7 +62,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         "gate_up_proj": ("w1", "w3"),
         "down_proj": ("w2",),
     }
-    renames = (
+    renames: ClassVar[Sequence[tuple[str, str]]] = (
         (r"\.operator_norm\.", ".input_layernorm."),
         (r"\.ffn_norm\.", ".post_attention_layernorm."),
         (r"\.feed_forward\.", ".mlp."),
@@ -67,14 +74,17 @@ class Lfm2ForCausalLM(HybridForCausalLM):
 
     @classmethod
     def values(cls, config: HFConfig) -> dict[str, Any]:
+        return {**lfm_values(config), "intermediate_size": cls.inner_size(config)}
+
+    @classmethod
+    def inner_size(cls, config: HFConfig) -> int:
+        """Inner dimensions of the feed-forward."""
         size = config.get("block_ff_dim", int) or config.require("intermediate_size", int)
         if config.get("block_auto_adjust_ff_dim", bool, True):
             size = int(config.get("block_ffn_dim_multiplier", float, 1.0) * int(2 * size / 3))
             multiple = config.get("block_multiple_of", int, 256)
             size = -(-size // multiple) * multiple
-        tied = config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True))
-        values = {"rms_norm_eps": config.get("norm_eps", float, 1e-5), "tie_word_embeddings": tied}
-        return {**values, "intermediate_size": size}
+        return size
 
     @classmethod
     def layer_kinds(cls, config: HFConfig) -> list[str]:

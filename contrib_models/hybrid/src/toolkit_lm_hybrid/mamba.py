@@ -21,8 +21,9 @@ from toolkit_lm.model import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, Rows, head_parameter
+from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
 from toolkit_lm_hybrid.mixer_layer import RecurrentForCausalLM
+from toolkit_lm_hybrid.recurrence import scan
 
 
 class MambaShape(NamedTuple):
@@ -101,7 +102,7 @@ class MambaMixer(RecurrentMixer):
             prefix=join(prefix, "dt_proj"),
         )
         self.A_log = new_parameter(
-            (inner.size, shape.state_size), torch.float32, ShardLoader((inner,))
+            (shape.state_size, inner.size), torch.float32, RateLoader((inner,), 1)
         )
         self.D = head_parameter(inner)
         self.out_proj = RowParallelLinear(
@@ -113,7 +114,7 @@ class MambaMixer(RecurrentMixer):
         )
         self.add_norms(config, shape, vllm_config)
         self.keep_states(
-            self.conv1d.state_shape, (inner.size, shape.state_size), vllm_config=vllm_config
+            self.conv1d.state_shape, (shape.state_size, inner.size), vllm_config=vllm_config
         )
 
     def shape(self, config: HFConfig) -> MambaShape:
@@ -142,29 +143,29 @@ class MambaMixer(RecurrentMixer):
         projected = self.x_proj(x.to(inputs[0].dtype))
         step, into, out_of = self.normed(*torch.split(projected, self.sizes, dim=-1))
         time = F.softplus(self.dt_proj(step.contiguous()).float())
-        rates = -self.A_log.exp()
-        torch.mul(x, self.D, out=out)
+        written = x * time
+        into, out_of = into.float(), out_of.float()
+        out.zero_()
         for rows, (_, states) in steps:
-            at = rows.tokens
-            out[at] += selective_scan(
-                x[at], time[at], rates, into[at].float(), out_of[at].float(), states, rows
+            scan(
+                self.kernels,
+                written,
+                time,
+                self.A_log,
+                into,
+                out_of,
+                ring=states,
+                rows=rows,
+                out=out,
             )
+        out.addcmul_(x, self.D)
 
 
-def selective_scan(
-    x: Tensor, time: Tensor, rates: Tensor, into: Tensor, out_of: Tensor, ring: Tensor, rows: Rows
-) -> Tensor:
-    """One token after the other: x and time steps [R, L, C], rates [C, N], B and C [R, L, N] -> [R,
-    L, C]. All in float32: a token's result does not depend on how steps cut the sequence."""
-    state = rows.load(ring)
-    out = torch.empty_like(x)
-    written = (x * time)[..., None]
-    for token in range(x.shape[1]):
-        state.mul_(torch.exp(time[:, token, :, None] * rates))
-        state.addcmul_(written[:, token], into[:, token, None])
-        torch.sum(state * out_of[:, token, None], -1, out=out[:, token])
-        rows.store(ring, token, state)
-    return out
+class RateLoader(ShardLoader):
+    """The WeightLoader of a parameter that holds rates of decay, -exp(A_log).T."""
+
+    def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+        super().__call__(param, -loaded.float().exp().mT, shard_id)
 
 
 class MambaForCausalLM(RecurrentForCausalLM):

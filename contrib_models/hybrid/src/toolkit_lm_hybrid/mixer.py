@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -125,6 +126,28 @@ class CausalConv(nn.Module):
         if self.bias is not None:
             out += self.bias.float()
         return out if self.activation is None else get_activation(self.activation)(out)
+
+
+def joined_convolutions(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights with "q_conv1d", "k_conv1d" and "v_conv1d" of a layer joined to one "conv1d".
+
+    transformers writes it cut in three of equal sizes, whatever those of queries, keys and values
+    are.
+    """
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        match = re.fullmatch(r"(.*\.)([qkv])_(conv1d\.\w+)", name)
+        if match is None:
+            yield name, tensor
+            continue
+        parts = found.setdefault((match[1], match[3]), {})
+        # The loader may use the memory of a tensor again.
+        parts[match[2]] = tensor.clone()
+        if len(parts) == 3:
+            yield match[1] + match[3], torch.cat([parts[part] for part in "qkv"])
+            del found[match[1], match[3]]
+    for (prefix, rest), parts in found.items():
+        yield from ((f"{prefix}{part}_{rest}", tensor) for part, tensor in parts.items())
 
 
 class RecurrentMixer(CacheLayer):

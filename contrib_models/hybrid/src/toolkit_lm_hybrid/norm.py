@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import Shard, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import Shard, ShardLoader, get_activation, new_parameter, torch_dtype
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm over pieces of `group` dimensions, in float32, and a gate: weight * rms_norm(x) *
-    silu(gate), or with `gate_first` weight * rms_norm(x * silu(gate))."""
+    """RMSNorm over pieces of `group` dimensions, in float32, and a gate that `activation` makes g
+    of: weight * rms_norm(x) * g, or with `gate_first` weight * rms_norm(x * g)."""
 
     def __init__(
         self,
@@ -21,12 +20,14 @@ class GatedRMSNorm(nn.Module):
         group: int,
         eps: float,
         gate_first: bool = False,
+        activation: str = "silu",
         vllm_config: VllmConfig,
     ) -> None:
         super().__init__()
         self.group = group
         self.eps = eps
         self.gate_first = gate_first
+        self.activation = get_activation(activation)
         self.parallel = vllm_config.parallel
         # A group that ranks share needs the sum of all their squares.
         self.is_shared = group > shard.size
@@ -36,7 +37,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate [..., size] -> the same, in the model's dtype."""
         x = x.float()
-        gate = F.silu(gate.float())
+        gate = self.activation(gate.float())
         if self.gate_first:
             x = x * gate
         pieces = x.view(*x.shape[:-1], -1, min(self.group, x.shape[-1]))
