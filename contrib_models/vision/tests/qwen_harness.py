@@ -17,6 +17,14 @@ from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_devkit import randomize
 from torch import Tensor
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
+    GlmOcrConfig,
+    GlmOcrForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -171,7 +179,73 @@ def qwen3_5_moe(**text: Any) -> Any:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
+HALF = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [3, 3, 2],
+}
+GLM = {**TOWER, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 80}
+GLM_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": BEGIN,
+    "image_end_token_id": END,
+}
+
+
+def glm4v(*, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    config = Glm4vConfig(
+        text_config={**TEXT, "rope_parameters": HALF, **text},
+        vision_config={**GLM, "image_size": 20},
+        tie_word_embeddings=tie_word_embeddings,
+        **GLM_TOKENS,
+    )
+    return Glm4vForConditionalGeneration(config)
+
+
+def glm46v(*, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    config = Glm46VConfig(
+        text_config={**TEXT, "model_type": "glm4v_text", "rope_parameters": HALF, **text},
+        vision_config={**GLM, "model_type": "glm4v_vision", "image_size": 20},
+        tie_word_embeddings=tie_word_embeddings,
+        **GLM_TOKENS,
+    )
+    return Glm46VForConditionalGeneration(config)
+
+
+def glm4v_moe(**text: Any) -> Any:
+    config = Glm4vMoeConfig(
+        text_config={
+            **TEXT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "rope_parameters": HALF,
+            **text,
+        },
+        vision_config={**GLM, "image_size": 20},
+        tie_word_embeddings=False,
+        **GLM_TOKENS,
+    )
+    return Glm4vMoeForConditionalGeneration(config)
+
+
+def glm_ocr(*, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    config = GlmOcrConfig(
+        text_config={**TEXT, "head_dim": 32, "rope_parameters": HALF, **text},
+        vision_config=GLM,
+        tie_word_embeddings=tie_word_embeddings,
+        **GLM_TOKENS,
+    )
+    return GlmOcrForConditionalGeneration(config)
+
+
 FAMILIES = {
+    "glm4v": glm4v,
+    "glm46v": glm46v,
+    "glm4v_moe": glm4v_moe,
+    "glm_ocr": glm_ocr,
     "qwen2_vl": qwen2_vl,
     "qwen2_vl, tied, one patch a token": lambda: qwen2_vl(
         tower={"spatial_merge_size": 1}, tie_word_embeddings=True
@@ -189,7 +263,7 @@ FAMILIES = {
 }
 HYBRIDS = {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
 """Recurrent layers need an engine."""
-BY_NIGHT = ("qwen3_vl, tied, three layers deep", "qwen3_vl_moe", "qwen3_5_moe")
+BY_NIGHT = ("glm46v", "qwen3_vl, tied, three layers deep", "qwen3_vl_moe", "qwen3_5_moe")
 
 
 def by_day(*names: str) -> list[Any]:
@@ -200,7 +274,13 @@ def by_day(*names: str) -> list[Any]:
 
 
 def reads_videos(theirs: Any) -> bool:
+    """Whether videos need no times."""
     return theirs.config.model_type in ("qwen2_vl", "qwen2_5_vl")
+
+
+def is_glm(theirs: Any) -> bool:
+    """Whether frames of videos are pictures. Then transformers takes no pictures beside videos."""
+    return str(theirs.config.model_type).startswith("glm")
 
 
 def random_qwen(family: str) -> Any:
@@ -244,6 +324,13 @@ def picture(h: int, w: int, seed: int = 0) -> Item:
     """Picture of h x w patches."""
     pixels = np.random.default_rng([h, w, seed]).standard_normal((h * w, PATCH_VALUES), np.float32)
     return Item("image", {"pixel_values": pixels, "image_grid_thw": np.array([[1, h, w]])})
+
+
+def timed_video(t: int, h: int, w: int) -> Item:
+    """Of Qwen3-VL or GLM: each frame has a time, of one token more than the last one's."""
+    item = video(t, h, w)
+    ids = np.array([[40 + k if k <= frame else -1 for k in range(t)] for frame in range(t)])
+    return Item("video", {**item.data, "timestamps": np.arange(t) / 2, "timestamp_ids": ids})
 
 
 def video(t: int, h: int, w: int, seconds: float | None = None) -> Item:
@@ -292,7 +379,12 @@ def prompt_of(rules: MultiModalRules, *parts: list[int] | Item) -> Prompt:
 
 def arguments(prompt: Prompt) -> dict[str, Any]:
     """Inputs of transformers other than input_ids."""
-    types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in prompt.token_ids]])
+    types = torch.zeros(1, len(prompt.token_ids), dtype=torch.int64)
+    for feature in prompt.features:
+        at = feature.mm_position
+        mask = torch.tensor([True] * at.length if at.mask is None else list(at.mask))
+        found = types[0, at.offset : at.offset + at.length]
+        found[mask] = {"image": 1, "video": 2}[feature.modality]
     given: dict[str, Any] = {"mm_token_type_ids": types}
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if some := [item for item in prompt.items if item.modality == modality]:

@@ -20,6 +20,10 @@ from qwen_harness import (
     arguments,
     by_day,
     encoded,
+    glm4v,
+    glm4v_moe,
+    glm_ocr,
+    is_glm,
     logits_of_prompts,
     picture,
     prompt_of,
@@ -30,6 +34,7 @@ from qwen_harness import (
     random_qwen,
     reads_videos,
     rules_of,
+    timed_video,
     video,
 )
 from safetensors.torch import load_file, save_file
@@ -83,7 +88,8 @@ def prompts_of(theirs, rules):
         prompt_of(rules, TEXT[0], e, a),
     ]
     if not reads_videos(theirs):
-        return pictures
+        beside = [] if is_glm(theirs) else [b]
+        return [*pictures, prompt_of(rules, TEXT[1], timed_video(3, 4, 6), TEXT[0], *beside)]
     return [
         *pictures,
         prompt_of(
@@ -113,7 +119,7 @@ def assert_near(found, expected):
 def test_embeddings_of_items_of_any_size(family):
     theirs, model, _ = family
     videos = [video(3, 4, 6), video(1, 2, 2), video(2, 14, 6)]
-    items = [*PICTURES, *(videos if reads_videos(theirs) else ())]
+    items = [*PICTURES, *videos]
     found = encoded(model, items)
     for one, other in zip(found, their_features(theirs, items), strict=True):
         assert other.std() > 0.1
@@ -208,6 +214,7 @@ def in_other_words(theirs, folder, *, names="file", config="nested"):
         text |= {
             "rope_theta": rope["rope_theta"],
             "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+            "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
         }
         vision["in_chans"] = vision.pop("in_channels")
         (folder / "config.json").write_text(json.dumps({**text, **values, "vision_config": vision}))
@@ -249,7 +256,7 @@ def test_weights_that_lack_are_named(family, tmp_path, plugins):
     last = [name for name in weights if name.startswith("model.visual.merger.")][-1]
     for name in (
         last,
-        "model.visual.blocks.1.attn.qkv.bias",
+        "model.visual.blocks.1.attn.qkv.weight",
         "model.language_model.norm.weight",
     ):
         with pytest.raises(
@@ -275,12 +282,12 @@ def test_experts_whose_tensors_are_square(tmp_path, plugins, inner):
     assert_near(logits_of([model], torch.tensor(TEXT[2])), expected)
 
 
-@pytest.mark.parametrize("make", [qwen2_vl, qwen2_5_vl, qwen3_vl_moe])
+@pytest.mark.parametrize("make", [qwen2_vl, qwen2_5_vl, qwen3_vl_moe, glm4v, glm4v_moe, glm_ocr])
 def test_two_ranks_and_two_stages(make, tmp_path, plugins):
     theirs = make()
     theirs.eval().save_pretrained(tmp_path)
     model, rules = ours(tmp_path, plugins)
-    clip = [video(2, 4, 4)] if reads_videos(theirs) else []
+    clip = [video(2, 4, 4) if reads_videos(theirs) else timed_video(2, 4, 4)]
     prompt = prompt_of(rules, TEXT[0], PICTURES[0], TEXT[1], *clip, TEXT[2])
     [expected] = logits_of_prompts(model, [prompt])
 

@@ -38,7 +38,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
     "temporal_patch_size": 2,
     "merge_size": 2,
@@ -66,13 +65,15 @@ def write_checkpoint(theirs, folder):
     ]
     tokenizer["model"]["vocab"] |= MARKS
     path.write_text(json.dumps(tokenizer))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    kind = "Glm4v" if theirs.config.model_type == "glm4v" else "Qwen2VL"
+    processor = {**PROCESSOR, "image_processor_type": f"{kind}ImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     return path
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def subject(request, tmp_path_factory):
     """A folder, the model of transformers, and its processor."""
     theirs = random_qwen(request.param)

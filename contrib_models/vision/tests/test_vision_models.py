@@ -168,7 +168,7 @@ def sparse(folder, **fields) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vision_config": {"model_type": "pixtral"}}, "no vision tower of model_type 'pixtral'"),
+        ({"vision_config": {"model_type": "radio"}}, "no vision tower of model_type 'radio'"),
         (
             {"vision_config": {"hidden_size": 30, "num_attention_heads": 4}},
             "describes no vision tower",

@@ -33,16 +33,16 @@ NEWLINE = "Ċ"
 """A line break, as tokenizers of bytes write it."""
 
 
-def write_vision_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def write_vision_tokenizer(folder: Path, marks: dict[str, int] = MARKS) -> PreTrainedTokenizerFast:
     """With tokens for pictures, and for two and three line breaks in a row: Gemma's has such."""
     write_tokenizer(folder, VOCAB)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     special = next(iter(tokenizer["added_tokens"]))
     tokenizer["added_tokens"] += [
-        {**special, "id": number, "content": mark} for mark, number in MARKS.items()
+        {**special, "id": number, "content": mark} for mark, number in marks.items()
     ]
-    tokenizer["model"]["vocab"] |= MARKS | {NEWLINE * 2: 10, NEWLINE * 3: 11}
+    tokenizer["model"]["vocab"] |= marks | {NEWLINE * 2: 10, NEWLINE * 3: 11}
     tokenizer["model"]["merges"] = [[NEWLINE, NEWLINE], [NEWLINE * 2, NEWLINE]]
     path.write_text(json.dumps(tokenizer))
     named = {

@@ -57,17 +57,49 @@ def normalize(image, mean, std, inplace=False):
 
 def main(path: Path) -> None:
     stand_in()
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+    from transformers.models.glm46v.video_processing_glm46v import Glm46VVideoProcessor
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+    from transformers.models.llava_onevision.video_processing_llava_onevision import (
+        LlavaOnevisionVideoProcessor,
+    )
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
     from transformers.video_utils import VideoMetadata
 
+    known = {
+        one.__name__: one
+        for one in (
+            Gemma4VideoProcessor,
+            Glm4vVideoProcessor,
+            Glm46VVideoProcessor,
+            InternVLVideoProcessor,
+            LlavaOnevisionVideoProcessor,
+            Qwen2VLVideoProcessor,
+            Qwen3VLVideoProcessor,
+        )
+    }
     made = []
-    for frames, config, fps, options in pickle.loads(path.read_bytes()):  # noqa: S301 # our own
-        processor = Qwen2VLVideoProcessor(**config)
+    for frames, stated, fps, options in pickle.loads(path.read_bytes()):  # noqa: S301 # our own
+        config = dict(stated)
+        name = config.pop("video_processor_type", "Qwen2VLVideoProcessor")
+        processor = known[name](**config)
+        if isinstance(frames, tuple):
+            # Only how many patches there are of a size.
+            made.append(processor.get_num_of_video_patches(*frames))
+            continue
         metadata = VideoMetadata(
             total_num_frames=len(frames) if not isinstance(frames, int) else frames, fps=fps
         )
         if isinstance(frames, int):
-            made.append(processor.sample_frames(metadata, **options).tolist())
+            own = {"num_frames": None, "fps": None, "initial_shift": True, **options}
+            if "fps" not in options and name != "InternVLVideoProcessor":
+                own.pop("fps")
+            if name.startswith(("Glm", "Gemma", "Llava")):
+                own = options
+            made.append(processor.sample_frames(metadata, **own).tolist())
             continue
         found = processor(
             frames,
@@ -77,8 +109,26 @@ def main(path: Path) -> None:
             return_tensors="np",
             **options,
         )
+        if name in ("InternVLVideoProcessor", "LlavaOnevisionVideoProcessor"):
+            made.append(found["pixel_values_videos"][0])
+            continue
+        if name == "Gemma4VideoProcessor":
+            made.append((found["pixel_values_videos"], found["video_position_ids"]))
+            continue
+        times = None
+        if name == "Qwen3VLVideoProcessor":
+            [of_video] = found["video_metadata"]
+            # It fails where all frames are taken.
+            taken = of_video.frames_indices
+            indices = list(range(len(frames)) if taken is None else taken)
+            times = Qwen3VLProcessor._calculate_timestamps(None, indices, of_video.fps or 24, 2)
+        if name.startswith("Glm"):
+            [of_video] = found["video_metadata"]
+            taken = of_video.frames_indices
+            indices = list(range(len(frames)) if taken is None else taken)
+            times = [index / (of_video.fps or 24) for index in indices[::2]]
         seconds = processor.temporal_patch_size / found["video_metadata"][0].sampled_fps
-        made.append((found["pixel_values_videos"], found["video_grid_thw"], seconds))
+        made.append((found["pixel_values_videos"], found["video_grid_thw"], times or seconds))
     path.write_bytes(pickle.dumps(made))
 
 

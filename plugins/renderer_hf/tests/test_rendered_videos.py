@@ -108,8 +108,12 @@ def pixels(feature):
 @pytest.fixture(scope="module")
 def of_transformers(tmp_path_factory):
     """Results of transformers for CASES, and then for SAMPLES."""
+    return computed(tmp_path_factory, [*CASES.values(), *SAMPLES])
+
+
+def computed(tmp_path_factory, cases):
+    """Results of transformers for cases."""
     path = tmp_path_factory.mktemp("reference") / "cases"
-    cases = [*CASES.values(), *SAMPLES]
     path.write_bytes(pickle.dumps(cases))
     program = Path(__file__).with_name("reference_videos.py")
     subprocess.run(
@@ -549,7 +553,7 @@ def test_checkpoints_of_no_sense(make_watching, changed):
 @pytest.mark.parametrize(
     "given",
     [
-        {"videos": {**VIDEOS, "video_processor_type": "Qwen3VLVideoProcessor"}},
+        {"videos": {**VIDEOS, "video_processor_type": "VideoLlama3VideoProcessor"}},
         {"images": {"image_processor_type": "CLIPImageProcessor"}},
     ],
     ids=repr,
@@ -557,6 +561,6 @@ def test_checkpoints_of_no_sense(make_watching, changed):
 def test_models_whose_videos_are_processed_otherwise(make_watching, given):
     with pytest.raises(
         RequestError,
-        match=r"video 1: this renderer processes videos for Qwen2-VL.*torchvision.*video_embeds",
+        match=r"video 1: this renderer processes videos for Qwen-VL.*torchvision.*video_embeds",
     ):
         make_watching(**given).render_conversation(chat(of(frames_of())))

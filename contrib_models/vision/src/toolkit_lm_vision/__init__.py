@@ -8,6 +8,30 @@ MODELS: dict[str, tuple[str, str]] = {
         "gemma3:Gemma3ForConditionalGeneration",
         "gemma3_rules:Gemma3Rules",
     ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4:Gemma4ForConditionalGeneration",
+        "gemma4_rules:Gemma4Rules",
+    ),
+    "Glm46VForConditionalGeneration": (
+        "glm4v:Glm46VForConditionalGeneration",
+        "glm4v_rules:Glm46vRules",
+    ),
+    "Glm4vForConditionalGeneration": (
+        "glm4v:Glm4vForConditionalGeneration",
+        "glm4v_rules:Glm4vRules",
+    ),
+    "Glm4vMoeForConditionalGeneration": (
+        "glm4v:Glm4vMoeForConditionalGeneration",
+        "glm4v_rules:Glm4vRules",
+    ),
+    "GlmOcrForConditionalGeneration": (
+        "glm4v:GlmOcrForConditionalGeneration",
+        "glm4v_rules:GlmOcrRules",
+    ),
+    "Idefics3ForConditionalGeneration": (
+        "idefics3:Idefics3ForConditionalGeneration",
+        "idefics3_rules:Idefics3Rules",
+    ),
     "InternVLForConditionalGeneration": (
         "internvl:InternVLForConditionalGeneration",
         "internvl_rules:InternVLRules",
@@ -15,6 +39,22 @@ MODELS: dict[str, tuple[str, str]] = {
     "LlavaForConditionalGeneration": (
         "llava:LlavaForConditionalGeneration",
         "llava_rules:LlavaRules",
+    ),
+    "LlavaNextForConditionalGeneration": (
+        "anyres:LlavaNextForConditionalGeneration",
+        "anyres_rules:AnyresRules",
+    ),
+    "LlavaOnevisionForConditionalGeneration": (
+        "anyres:LlavaOnevisionForConditionalGeneration",
+        "anyres_rules:OneVisionRules",
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "mistral3:Mistral3ForConditionalGeneration",
+        "pixtral_rules:PixtralRules",
+    ),
+    "PaliGemmaForConditionalGeneration": (
+        "paligemma:PaliGemmaForConditionalGeneration",
+        "paligemma_rules:PaliGemmaRules",
     ),
     "Qwen2VLForConditionalGeneration": (
         "qwen2_vl:Qwen2VLForConditionalGeneration",
@@ -40,18 +80,33 @@ MODELS: dict[str, tuple[str, str]] = {
         "qwen3_vl:Qwen3_5MoeForConditionalGeneration",
         "qwen2_vl_rules:Qwen35Rules",
     ),
+    "SmolVLMForConditionalGeneration": (
+        "idefics3:SmolVLMForConditionalGeneration",
+        "idefics3_rules:Idefics3Rules",
+    ),
 }
 """Architectures; the module and class of each; and its rules for prompts."""
 MODEL_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Glm46VForConditionalGeneration": "glm46v",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "GlmOcrForConditionalGeneration": "glm_ocr",
+    "Idefics3ForConditionalGeneration": "idefics3",
     "InternVLForConditionalGeneration": "internvl",
     "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "PaliGemmaForConditionalGeneration": "paligemma",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "SmolVLMForConditionalGeneration": "smolvlm",
 }
 LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 """Older checkpoints have no `text_config`."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from toolkit_lm_vision.internvl_rules import squeeze, tower_shape
 from toolkit_lm_vision.internvl_tower import InternVLTower
 from toolkit_lm_vision.shape import text_size
+from toolkit_lm_vision.towers import merged_squares
 
 
 class InternVLProjector(nn.Module):
@@ -75,17 +76,9 @@ class InternVLImages(Model):
 
     def embeddings(self, pixels: list[Tensor], sequences: EncoderSequences) -> list[Tensor]:
         states = self.vision_tower(torch.cat(pixels), sequences)
-        merged = self._merged(states)
+        merged = merged_squares(states, self.squeeze)
         embeds = self.multi_modal_projector(merged.flatten(0, 1))
         return list(embeds.split([len(tiles) * merged.shape[1] for tiles in pixels]))
-
-    def _merged(self, states: Tensor) -> Tensor:
-        """States of patches [N, side * side, H] -> of squares of them [N, tokens, H * merged]."""
-        count, num_patches, size = states.shape
-        tokens = int(num_patches**0.5) // self.squeeze
-        squares = states.view(count, tokens, self.squeeze, tokens, self.squeeze, size)
-        # Pixel shuffle: rows and columns of squares, then rows and columns within one.
-        return squares.permute(0, 1, 3, 2, 4, 5).reshape(count, tokens**2, -1)
 
 
 def internvl_text_config(hf_config: Any) -> dict[str, Any]:
@@ -103,6 +96,14 @@ class InternVLForConditionalGeneration(ComposedModel):
 
     def text_config(self) -> dict[str, Any]:
         return internvl_text_config(self.vllm_config.hf_config)
+
+    def encode_items(
+        self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
+    ) -> list[Tensor]:
+        name = "pixel_values_videos" if modality == "video" else "pixel_values"
+        part: Any = self.encoder
+        embeds: list[Tensor] = part.embeddings([item[name] for item in items], sequences)
+        return embeds
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         shape = tower_shape(self.vllm_config.hf_config)

@@ -3,7 +3,7 @@ model."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from toolkit_lm.messages import Array
 from toolkit_lm.model import (
     ColumnParallelLinear,
     HFConfig,
+    Model,
     RowParallelLinear,
     join,
 )
@@ -20,6 +21,8 @@ from toolkit_lm_decoder.composed import ComposedModel, text_config
 from torch import Tensor, nn
 
 from toolkit_lm_vision.llava_rules import TakenStates
+from toolkit_lm_vision.pixtral import Grid, PixtralImages, example_picture
+from toolkit_lm_vision.pixtral_rules import is_pixtral
 from toolkit_lm_vision.shape import VisionShape, text_size
 from toolkit_lm_vision.towers import TowerModel, VisionTower
 
@@ -45,10 +48,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 class LlavaProjector(nn.Module):
     """States [..., tower's size] -> [..., H]."""
 
+    bias: ClassVar[bool] = True
+    """Whether the layers have biases, where config.json does not say it."""
+
     def __init__(self, input_size: int, size: int, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        bias = config.get("multimodal_projector_bias", bool, True)
+        bias = config.get("multimodal_projector_bias", bool, self.bias)
         activation = config.get("projector_hidden_act", str, "gelu")
         self.linear_1 = ColumnParallelLinear(
             input_size,
@@ -96,6 +102,23 @@ class LlavaImages(TowerModel):
         return list(projected.view(*taken.shape[:2], -1))
 
 
+class PixtralLlavaImages(PixtralImages):
+    """Pixels of pictures of any size [1, channels, height, width] -> embeddings of each [n, H]."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.multi_modal_projector = LlavaProjector(
+            self.shape.hidden_size * len(self.layers),
+            text_size(llava_text_config(vllm_config.hf_config)),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "multi_modal_projector"),
+        )
+
+    def projected(self, states: Tensor, grids: list[Grid]) -> Tensor:
+        found: Tensor = self.multi_modal_projector(states)
+        return found
+
+
 def llava_text_config(hf_config: Any) -> dict[str, Any]:
     """The config.json of the language part."""
     text = HFConfig(hf_config).require("text_config", dict)
@@ -113,9 +136,15 @@ class LlavaForConditionalGeneration(ComposedModel):
 
     encoder_class = LlavaImages
 
+    def encoder_type(self) -> type[Model]:
+        sees_any_size = is_pixtral(self.vllm_config.hf_config)
+        return PixtralLlavaImages if sees_any_size else self.encoder_class
+
     def text_config(self) -> dict[str, Any]:
         return llava_text_config(self.vllm_config.hf_config)
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
+        if is_pixtral(self.vllm_config.hf_config):
+            return [("image", example_picture(self.vllm_config))]
         shape = VisionShape.read(self.vllm_config.hf_config)
         return [("image", {"pixel_values": Array.of(np.zeros((1, *shape.picture), np.float32))})]

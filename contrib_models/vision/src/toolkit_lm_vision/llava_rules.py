@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HFConfig
 from toolkit_lm.renderer import Replacement
 
 from toolkit_lm_vision.pictures import PictureRules
+from toolkit_lm_vision.pixtral_rules import PixtralRules, is_pixtral
 from toolkit_lm_vision.shape import VisionShape
 
 _STRATEGIES = ("default", "full")
@@ -56,6 +58,10 @@ class LlavaRules(PictureRules):
     """A picture is as many image tokens as its states that are taken."""
 
     default_hidden_size = 4096
+
+    def __new__(cls, config: VllmConfig) -> Any:
+        """Rules of pictures of any size, where the tower is Pixtral's."""
+        return PixtralRules(config) if is_pixtral(config.hf_config) else super().__new__(cls)
 
     def placeholder_id(self, modality: str) -> int:
         return self.token_id("image", 32000)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +18,10 @@ from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel
 from torch import Tensor
 
-from toolkit_lm_vision.qwen2_vl_rules import SECONDS, Names
+from toolkit_lm_vision.qwen2_vl_rules import SECONDS, TIME_IDS, TIMES, Names
 from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
 from toolkit_lm_vision.qwen2_vl_tower import PatchTower
+from toolkit_lm_vision.renamed import Renamed
 
 _LARGEST_SIDE = 32
 """Tokens of a side of the largest usual picture: 896 x 896 pixels."""
@@ -67,25 +69,14 @@ class Qwen25VLImages(Qwen2VLImages):
     kind = "qwen2_5_vl"
 
 
-class _Renamed:
-    """Weights by the names of the model in transformers 5, however often they are read."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.weights = list(weights) if iter(weights) is weights else weights
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.weights:
-            for pattern, replacement in _OLDER:
-                name = pattern.sub(replacement, name)
-            yield name, tensor
-
-
 class Qwen2VLForConditionalGeneration(ComposedModel):
     """Qwen2-VL with its language-modeling head."""
 
     encoder_class: ClassVar[type[Qwen2VLImages]] = Qwen2VLImages
     language_name = ""
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    tells_times: ClassVar[bool] = False
+    """Whether the frames of a video stand after their times."""
     language: ClassVar[Mapping[str, Any]] = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -119,7 +110,7 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
         }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(_Renamed(weights))
+        return super().load_weights(Renamed(weights, _OLDER))
 
     def encode_items(
         self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences
@@ -139,28 +130,46 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
         start = 0
         end = 0
         for feature in features:
-            grid = Grid(*map(int, feature.layout["grid_thw"]))
             seconds = feature.layout.get(SECONDS, [None])[0]
-            text = feature.mm_position.offset - end
-            found += [
-                _alike(start, text),
-                shape.positions(grid, shape.interval(seconds)) + start + text,
-            ]
-            # transformers does the same: text after a video does not wait for its last frame.
-            start, end = start + text + max(grid.h, grid.w) // shape.merge, feature.mm_position.end
+            for offset, grid in self._blocks(feature):
+                text = offset - end
+                found += [
+                    _alike(start, text),
+                    shape.positions(grid, shape.interval(seconds)) + start + text,
+                ]
+                # transformers does the same: text after a video does not wait for its last frame.
+                start += text + max(grid.h, grid.w) // shape.merge
+                end = offset + shape.num_tokens(grid)
         return np.concatenate([*found, _alike(start, len(token_ids) - end)], axis=1)
+
+    def _blocks(self, feature: MultiModalFeatureSpec) -> list[tuple[int, Grid]]:
+        """Places and grids of an item's tokens: all together, or each frame between texts."""
+        at = feature.mm_position
+        grid = Grid(*map(int, feature.layout["grid_thw"]))
+        if at.mask is None:
+            return [(at.offset, grid)]
+        starts = [
+            place
+            for place, (before, inside) in enumerate(pairwise([False, *at.mask]))
+            if inside and not before
+        ]
+        return [(at.offset + place, Grid(1, grid.h, grid.w)) for place in starts]
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
         shape = self.shape
         side = shape.merge * max(
-            1, min(_LARGEST_SIDE, math.isqrt(self.vllm_config.max_model_len - 1))
+            1, min(_LARGEST_SIDE, math.isqrt(max(self.vllm_config.max_model_len - 4, 1)))
         )
         pixels = Array.of(np.zeros((side**2, shape.patch_values), np.float32))
         grid = Array.of(np.array([1, side, side]))
-        return [
-            (modality, {Names(modality).pixels: pixels, Names(modality).grid: grid})
+        arrays = {
+            modality: {Names(modality).pixels: pixels, Names(modality).grid: grid}
             for modality in self.modalities
-        ]
+        }
+        if self.tells_times:
+            token_ids = Array.of(np.zeros((1, 1), np.int64))
+            arrays["video"] |= {TIMES: Array.of(np.zeros(1)), TIME_IDS: token_ids}
+        return list(arrays.items())
 
 
 def _alike(start: int, length: int) -> np.ndarray:

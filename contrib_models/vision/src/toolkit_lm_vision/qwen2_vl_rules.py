@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from toolkit_lm.config import VllmConfig
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SECONDS = "second_per_grid_ts"
 _MOST_PATCHES = 2**24
+_MOST_SECONDS = 2**24
 
 
 class Names:
@@ -127,16 +128,79 @@ class Qwen25VLRules(Qwen2VLRules):
     tower = "qwen2_5_vl"
 
 
-class Qwen3VLRules(Qwen2VLRules):
-    """Rules of Qwen2-VL for pictures. Of videos, frames stand alone between the times of each in
-    text: these are not read."""
+TIMES = "timestamps"
+"""Name of the array [frames] of seconds, those of a video of Qwen3-VL."""
+TIME_IDS = "timestamp_ids"
+"""Name of the array [frames, longest] of tokens of these times, as text."""
 
-    modalities = ("image",)
+
+class Qwen3VLRules(Qwen2VLRules):
+    """Rules of Qwen2-VL for pictures. Of a video, frames stand alone, each after its time in
+    text."""
+
     tower = "qwen3_vl"
+    marks: ClassVar[Mapping[str, int]] = {"vision_start": 151652, "vision_end": 151653}
+    """Tokens around a frame that config.json does not state."""
+
+    def time_text(self, seconds: float) -> str:
+        """Time of a frame, as text."""
+        return f"<{seconds:.1f} seconds>"
+
+    def texts(self, modality: str, data: Mapping[str, np.ndarray]) -> Mapping[str, Sequence[str]]:
+        if modality != "video":
+            return {}
+        times = data.get(TIMES)
+        if times is None or times.ndim != 1 or times.dtype.kind not in "iuf":
+            raise RequestError(f"one video must have {TIMES}: the seconds [n] of its frames.")
+        if not all(0 <= time < _MOST_SECONDS for time in times.tolist()):
+            raise RequestError(f"{TIMES} must be from 0 to {_MOST_SECONDS} seconds.")
+        return {TIME_IDS: [self.time_text(time) for time in times.tolist()]}
+
+    def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
+        if modality != "video":
+            return super().replacement(modality, data)
+        of_frames = {name: array for name, array in data.items() if name not in (TIMES, TIME_IDS)}
+        whole = super().replacement(modality, of_frames)
+        num_frames = int(whole.layout["grid_thw"][0])
+        count = len(whole.token_ids) // num_frames
+        token_ids: list[int] = []
+        mask: list[bool] = []
+        for time in self._times(data.get(TIME_IDS), num_frames):
+            before, token, after = self.around(time)
+            token_ids += [*before, *[token] * count, *after]
+            mask += [*[False] * len(before), *[True] * count, *[False] * len(after)]
+        return Replacement(token_ids, mask, whole.layout)
+
+    def around(self, time: list[int]) -> tuple[list[int], int, list[int]]:
+        """Tokens before those of a frame at `time`, the token that stands for each of these, and
+        tokens after them."""
+        before = [*time, self.mark("vision_start")]
+        return before, self.placeholder_id("video"), [self.mark("vision_end")]
+
+    def mark(self, name: str) -> int:
+        """Token beside a frame."""
+        return HFConfig(self.config.hf_config).get(f"{name}_token_id", int, self.marks[name])
+
+    def _times(self, array: np.ndarray | None, num_frames: int) -> list[list[int]]:
+        """Tokens of each frame's time."""
+        if (
+            array is None
+            or array.ndim != 2
+            or len(array) != num_frames
+            or array.dtype.kind not in "iu"
+        ):
+            raise RequestError(f"one video of {num_frames} frames must have as many {TIMES}.")
+        rows = [[token for token in row if token >= 0] for row in array.tolist()]
+        most = self.config.vocab_size
+        special = {self.placeholder_id(modality) for modality in self.modalities}
+        if any(token in special or (most and token >= most) for row in rows for token in row):
+            raise RequestError(f"{TIME_IDS} must be tokens of text.")
+        return rows
 
 
 class Qwen35Rules(Qwen3VLRules):
     """Rules of Qwen3-VL; its tokens have other ids."""
 
     tower = "qwen3_5"
-    tokens = {"image": 248056}
+    tokens = {"image": 248056, "video": 248057}
+    marks = {"vision_start": 248053, "vision_end": 248054}

@@ -32,9 +32,10 @@ from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
 _EPS = 1e-6
 
 
-def _norm(shape: PatchShape, vllm_config: VllmConfig) -> nn.Module:
-    if shape.window:
-        return RMSNorm(shape.hidden_size, eps=_EPS, vllm_config=vllm_config)
+def norm_of(shape: PatchShape, vllm_config: VllmConfig) -> nn.Module:
+    """A norm of hidden states."""
+    if shape.rms_eps is not None:
+        return RMSNorm(shape.hidden_size, eps=shape.rms_eps, vllm_config=vllm_config)
     return LayerNorm(shape.hidden_size, eps=_EPS, dtype=torch_dtype(vllm_config.model.dtype))
 
 
@@ -47,7 +48,7 @@ class PatchEmbedding(nn.Module):
         self.proj = ReplicatedLinear(
             shape.patch_values,
             shape.hidden_size,
-            bias=shape.num_positions > 0,
+            bias=shape.has_patch_bias,
             vllm_config=vllm_config,
             prefix=join(prefix, "proj"),
         )
@@ -71,10 +72,15 @@ class PatchAttention(nn.Module):
             self.head_size,
             heads,
             heads,
-            bias=True,
+            bias=shape.has_qkv_bias,
             vllm_config=vllm_config,
             prefix=join(prefix, "qkv"),
         )
+        self.has_head_norms = shape.has_head_norms
+        if shape.has_head_norms:
+            eps = shape.rms_eps or _EPS
+            self.q_norm = RMSNorm(self.head_size, eps=eps, vllm_config=vllm_config)
+            self.k_norm = RMSNorm(self.head_size, eps=eps, vllm_config=vllm_config)
         self.attn = Attention(
             self.qkv.num_heads,
             self.head_size,
@@ -83,13 +89,24 @@ class PatchAttention(nn.Module):
             prefix=join(prefix, "attn"),
         )
         self.proj = RowParallelLinear(
-            size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "proj")
+            size, size, bias=shape.has_bias, vllm_config=vllm_config, prefix=join(prefix, "proj")
         )
 
     def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
         turned, v = self.qkv(x).split((2 * self.qkv.q_size, self.qkv.kv_size), dim=-1)
+        turned = turned.reshape(len(x), -1, self.head_size)
+        if self.has_head_norms:
+            turned = torch.cat(
+                [
+                    norm(part)
+                    for norm, part in zip(
+                        (self.q_norm, self.k_norm), turned.chunk(2, dim=1), strict=True
+                    )
+                ],
+                dim=1,
+            )
         # Angles are in float32, whatever the dtype.
-        turned = rotation.rotate(turned.float().view(len(x), -1, self.head_size)).to(x.dtype)
+        turned = rotation.rotate(turned.float()).to(x.dtype)
         q, k = turned.flatten(1).chunk(2, dim=-1)
         out: Tensor = self.proj(self.attn(q, k, v), residual)
         return out
@@ -127,7 +144,7 @@ class PatchMLP(nn.Module):
 
 
 class GatedPatchMLP(nn.Module):
-    """Qwen2.5-VL's: x [N, H] -> residual + gated feed-forward(x) [N, H]."""
+    """Feed-forward of Qwen2.5-VL and GLM-V: x [N, H] -> residual + gated feed-forward(x) [N, H]."""
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -137,12 +154,16 @@ class GatedPatchMLP(nn.Module):
             size,
             inner,
             activation=shape.activation,
-            bias=True,
+            bias=shape.has_bias,
             vllm_config=vllm_config,
             prefix=join(prefix, "gate_up_proj"),
         )
         self.down_proj = RowParallelLinear(
-            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "down_proj")
+            inner,
+            size,
+            bias=shape.has_bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "down_proj"),
         )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -158,10 +179,10 @@ class PatchBlock(nn.Module):
 
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.norm1 = _norm(shape, vllm_config)
-        self.norm2 = _norm(shape, vllm_config)
+        self.norm1 = norm_of(shape, vllm_config)
+        self.norm2 = norm_of(shape, vllm_config)
         self.attn = PatchAttention(shape, vllm_config=vllm_config, prefix=join(prefix, "attn"))
-        self.mlp = (self.feed_forward or (GatedPatchMLP if shape.window else PatchMLP))(
+        self.mlp = (self.feed_forward or (PatchMLP if shape.rms_eps is None else GatedPatchMLP))(
             shape, vllm_config=vllm_config, prefix=join(prefix, "mlp")
         )
 
@@ -178,7 +199,7 @@ class PatchMerger(nn.Module):
     def __init__(self, shape: PatchShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.inner_size = shape.hidden_size * shape.merge**2
-        self.ln_q = _norm(shape, vllm_config)
+        self.ln_q = norm_of(shape, vllm_config)
         first = ColumnParallelLinear(
             self.inner_size,
             self.inner_size,

@@ -26,7 +26,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     """Qwen3-VL with its language-modeling head."""
 
     encoder_class = Qwen3VLImages
-    modalities = ("image",)
+    tells_times = True
     language = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     defaults = {
         "rope_theta": 5e5,
@@ -115,7 +115,7 @@ class Qwen3_5ForConditionalGeneration(  # noqa: N801
     """Qwen3.5 with its eyes and its language-modeling head."""
 
     encoder_class = Qwen35Images
-    modalities = ("image",)
+    tells_times = True
     language = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     defaults = {
         "head_dim": 256,

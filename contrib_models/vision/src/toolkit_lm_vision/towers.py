@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import isqrt
+from typing import ClassVar
 
 import torch
 from toolkit_lm.attention import Attention, AttentionType
@@ -133,7 +135,11 @@ class VisionEmbeddings(nn.Module):
         )
         if hasattr(self, "class_embedding"):
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
-        return x + self.position_embedding.weight
+        return x + self.positions()
+
+    def positions(self) -> Tensor:
+        """[states, H] embeddings of the states' places."""
+        return self.position_embedding.weight
 
 
 class VisionLayers(nn.Module):
@@ -156,6 +162,8 @@ class VisionTower(nn.Module):
     Layers after these are not there. `normed`: a last norm follows the last of them.
     """
 
+    embeddings_class: ClassVar[type[VisionEmbeddings]] = VisionEmbeddings
+
     def __init__(
         self,
         shape: VisionShape,
@@ -169,7 +177,7 @@ class VisionTower(nn.Module):
         self.shape = shape
         self.wanted = tuple(wanted)
         dtype = torch_dtype(vllm_config.model.dtype)
-        self.embeddings = VisionEmbeddings(shape, vllm_config=vllm_config)
+        self.embeddings = self.embeddings_class(shape, vllm_config=vllm_config)
         if shape.is_clip:
             # The misspelling is the checkpoints'.
             self.pre_layrnorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
@@ -206,6 +214,16 @@ class VisionTower(nn.Module):
             *(() if hasattr(self, "post_layernorm") else (r"post_layernorm\.",)),
         )
         return (*(rf"encoder\.layers\.{i}\." for i in layers), *others)
+
+
+def merged_squares(states: Tensor, merge: int) -> Tensor:
+    """States of patches [N, side * side, H] -> of squares of merge x merge of them [N, tokens, H *
+    merge²] (pixel shuffle)."""
+    count, num_patches, size = states.shape
+    tokens = isqrt(num_patches) // merge
+    squares = states.view(count, tokens, merge, tokens, merge, size)
+    # Rows and columns of squares, then rows and columns within one.
+    return squares.permute(0, 1, 3, 2, 4, 5).reshape(count, tokens**2, -1)
 
 
 class TowerModel(Model):

@@ -37,6 +37,8 @@ _CROPS = re.compile("crops|tiles")
 _MOST_REASON = 300
 QWEN = re.compile("Qwen2(_5_)?VL(Video|Image)Processor(Fast|Pil)?")
 """Names of processors whose pictures have as many tokens as their size says."""
+PIXTRAL = re.compile("PixtralImageProcessor(Fast|Pil)?")
+_ROWS_AND_COLUMNS = "return_row_col_info"
 
 
 class ImageProcessor:
@@ -71,8 +73,18 @@ class ImageProcessor:
         refuses it."""
         processor = self.loaded
         height, width = pixels.shape[:2]
-        self._check_sides(height, width, options.get("size") or processor.size)
-        return run(processor, pixels, options)
+        self._check_sides(height, width, options.get("size") or processor.size or {})
+        return run(processor, pixels, {**self._own, **options})
+
+    @cached_property
+    def _own(self) -> dict[str, Any]:
+        """Options of each call, which transformers' processor of the whole model gives."""
+        if hasattr(self.loaded, _ROWS_AND_COLUMNS):
+            return {_ROWS_AND_COLUMNS: True}
+        if PIXTRAL.fullmatch(type(self.loaded).__name__):
+            whole = read_json(self._folder / "processor_config.json")
+            return {"patch_size": whole.get("patch_size", 16) * whole.get("spatial_merge_size", 1)}
+        return {}
 
     def num_tokens(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
         """That stand for an image of this size, where that is known before it is processed: of
@@ -166,7 +178,9 @@ def check_options(options: Any, known: Iterable[str]) -> Mapping[str, Any]:
 
 def chosen_size(options: Mapping[str, Any], size: Any) -> dict[str, int]:
     """The checkpoint's size, changed by a request. Raises RequestError."""
-    own = {name: value for name, value in dict(size).items() if value is not None}
+    own = {name: value for name, value in dict(size or {}).items() if value is not None}
+    if not own:
+        raise refusal("the checkpoint's processor has no size.")
     chosen = dict(own)
     for option, part in SIZES.items():
         if option not in options:
@@ -203,7 +217,8 @@ def run(processor: Any, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[
     return {
         name: np.ascontiguousarray(array)
         for name, array in made.items()
-        if isinstance(array, np.ndarray)
+        # Rows and columns of tiles are lists, whatever tensors were asked for.
+        if isinstance(array, np.ndarray) or name in ("rows", "cols")
     }
 
 

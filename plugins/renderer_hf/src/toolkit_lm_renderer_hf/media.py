@@ -30,9 +30,10 @@ from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_renderer_hf.embeds import read_embeds
 from toolkit_lm_renderer_hf.image_processor import SIZES, ImageProcessor, check_options
 from toolkit_lm_renderer_hf.media_items import Item
-from toolkit_lm_renderer_hf.pixels import Frames, read_pixels
+from toolkit_lm_renderer_hf.pixels import Frames, read_pixels, repeated
 from toolkit_lm_renderer_hf.samples import read_samples
 from toolkit_lm_renderer_hf.sampling import OPTIONS
+from toolkit_lm_renderer_hf.video_kinds import video_processor_of
 from toolkit_lm_renderer_hf.video_processor import VideoProcessor
 
 _Check = Callable[[int], None]
@@ -101,9 +102,14 @@ class MediaReader:
         folder: Path,
         modalities: Container[str],
         images: ImageProcessor | None = None,
+        audio: AudioProcessor | None = None,
+        *,
+        encode: Callable[[str], list[int]],
     ) -> None:
         """`folder`: of the checkpoint's processors. `modalities`: those of which items are read,
-        and not their embeddings alone. `images`: the processor of images; None: the folder's."""
+        and not their embeddings alone. `images` and `audio`: processors; None: the folder's.
+        `encode`: tokenizes texts among an item's tokens."""
+        self._encode = encode
         self._rules = rules
         self._max_model_len = config.max_model_len
         bounds = config.renderer
@@ -121,10 +127,12 @@ class MediaReader:
         self._videos: VideoProcessor | None = None
         if self._images is not None and "video" in rules.modalities:
             timed = "tokens_per_second" in (config.hf_config.get("vision_config") or {})
-            self._videos = VideoProcessor(
+            self._videos = video_processor_of(
                 folder, self._images, bounds.max_media_pixels, timed=timed
             )
-        self._audio = AudioProcessor(folder) if "audio" in modalities else None
+        self._audio: AudioProcessor | None = None
+        if "audio" in modalities:
+            self._audio = audio or AudioProcessor(folder)
 
     def read(
         self, items: Sequence[Item], options: Any, held: FeatureLookup | None
@@ -218,6 +226,7 @@ class MediaReader:
         else:
             arrays = self._video(item, content, options, check)
         with _naming(item):
+            arrays = {**arrays, **self._tokenized(self._rules.texts(item.modality, arrays))}
             replacement = self._rules.replacement(item.modality, arrays)
         return ReadItem(
             item.modality,
@@ -225,6 +234,16 @@ class MediaReader:
             replacement,
             {name: Array.of(array) for name, array in arrays.items()},
         )
+
+    def _tokenized(self, texts: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+        """Token ids [texts, longest] of each name's texts, padded with -1."""
+        found = {}
+        for name, some in texts.items():
+            rows = [self._encode(text) for text in some]
+            found[name] = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
+            for place, row in zip(found[name], rows, strict=True):
+                place[: len(row)] = row
+        return found
 
     def _image(
         self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check
@@ -293,8 +312,9 @@ class MediaReader:
                 f"{taken} (max_media_frames). mm_processor_kwargs may ask for fewer: fps, "
                 "num_frames."
             )
-        seconds = sampling.seconds(len(indices), video.num_frames, video.fps)
-        return self._videos.process(video.frames(indices), len(indices), seconds, options, check)
+        frames = repeated(video.frames(list(dict.fromkeys(indices))), indices)
+        made = self._videos.process(frames, len(indices), options, check)
+        return made | self._videos.clock(indices, video.num_frames, video.fps)
 
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
         """Hash of an item: its content, everything that decides how it is processed, and the

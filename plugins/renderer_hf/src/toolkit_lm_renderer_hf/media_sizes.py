@@ -3,6 +3,8 @@ headers and the checkpoint's JSON, without transformers."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,18 @@ _QWEN = {
     "temporal_patch_size": 2,
 }
 """Defaults of transformers' Qwen2VLImageProcessor."""
+_GLM = {**_QWEN, "shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
+"""Defaults of transformers' Glm4vImageProcessor, which counts the pixels of a picture's two frames.
+"""
+_PATCHED = (
+    (QWEN, _QWEN),
+    (re.compile("Glm(4|46)[vV]ImageProcessor(Fast|Pil)?"), _GLM),
+)
+"""Names of processors whose pictures keep their size, and defaults."""
+_LONGEST = re.compile("(Idefics3|SmolVLM|Pixtral)ImageProcessor(Fast|Pil)?")
+"""Names of processors that bound the longer side."""
+_PATCH = 64
+"""Pixels of a patch's side, or more."""
 
 
 class MediaSizes:
@@ -49,10 +63,12 @@ class MediaSizes:
             if isinstance(nested, Mapping)
             else read_json(folder / "preprocessor_config.json")
         )
-        self._is_qwen = bool(QWEN.fullmatch(str(stated.get("image_processor_type"))))
+        kind = str(stated.get("image_processor_type"))
+        defaults = next((own for names, own in _PATCHED if names.fullmatch(kind)), {})
+        self._is_patched = bool(defaults)
         size = stated.get("size")
         edges: Mapping[str, Any] = size if isinstance(size, Mapping) else {}
-        if self._is_qwen:
+        if self._is_patched:
             numbers = {
                 "shortest_edge": stated.get("min_pixels"),
                 "longest_edge": stated.get("max_pixels"),
@@ -60,7 +76,7 @@ class MediaSizes:
             }
             found = {
                 name: self._number(stated.get(name) or numbers.get(name) or default)
-                for name, default in _QWEN.items()
+                for name, default in defaults.items()
             }
             self._depth = found["temporal_patch_size"]
             self._most_of_prompt = max_tokens * (found["patch_size"] * found["merge_size"]) ** 2
@@ -72,9 +88,11 @@ class MediaSizes:
                 edges = crop if isinstance(crop, Mapping) else {"height": crop, "width": crop}
             self._depth = 1
             self._most_of_prompt = max_pixels
-            self._least = self._most = min(
-                self._number(edges.get("height")) * self._number(edges.get("width")), max_pixels
-            )
+            height, width = (edges.get(name) for name in ("height", "width"))
+            most = self._number(height) * self._number(width)
+            if _LONGEST.fullmatch(kind) and not height:
+                most = self._tiled(self._number(edges.get("longest_edge")), stated)
+            self._least = self._most = min(most, max_pixels)
 
     def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
         """Upper bounds in bytes: of the arrays an item becomes, and of the extra memory while it is
@@ -88,13 +106,23 @@ class MediaSizes:
             return _MADE * min(self._max_pixels, self._most_of_prompt * self._depth), 0
         pixels = min(_pixels(item.source) or self._max_pixels, self._max_pixels)
         most = min(self._most, self._most_of_prompt)
-        if self._is_qwen:
+        if self._is_patched:
             size = options.get("size")
             chosen = options.get("max_pixels") or (
                 size.get("longest_edge") if isinstance(size, Mapping) else None
             )
             most = min(most, self._number(chosen))
         return _MADE * self._depth * min(max(pixels, self._least), most), _READ * pixels
+
+    def _tiled(self, longest: int, stated: Mapping[str, Any]) -> int:
+        """Most pixels of a picture whose longer side is bounded: both sides grow to whole tiles, or
+        patches."""
+        tile = stated.get("max_image_size")
+        if not isinstance(tile, Mapping):
+            return (longest + _PATCH) ** 2
+        step = self._number(tile.get("longest_edge"))
+        # One more tile holds the picture as a whole. The mask has 8 bytes of each pixel.
+        return ((math.ceil(longest / step) * step) ** 2 + step**2) * (_MADE + 8) // _MADE
 
     def _number(self, value: Any) -> int:
         return value if type(value) is int and 0 < value < self._max_pixels else self._max_pixels

@@ -14,6 +14,7 @@ from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation
 from toolkit_lm.renderer import FeatureLookup, MultiModalRules, Rendered
 
+from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_renderer_hf.image_processor import ImageProcessor
 from toolkit_lm_renderer_hf.media import MediaReader
 from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, split_items
@@ -35,13 +36,22 @@ class MultiModal:
         tokenizer: Tokenizer,
         folder: Path,
         images: ImageProcessor | None = None,
+        audio: AudioProcessor | None = None,
     ) -> None:
-        """`images`: the processor of images; None: the folder's."""
+        """`images` and `audio`: processors; None: the folder's."""
         self._rules = rules
         self._placeholders = Placeholders(tokenizer, rules)
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
         read = [modality for modality in rules.modalities if self._limits.most(modality) > 0]
-        self._reader = MediaReader(config, rules, folder, read, images)
+        self._reader = MediaReader(
+            config,
+            rules,
+            folder,
+            read,
+            images,
+            audio,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        )
         self._sizes = MediaSizes(
             folder, config.renderer.max_media_pixels, config.max_model_len, read
         )
@@ -103,6 +113,7 @@ class MultiModal:
         Placeholders are counted before any item is read. Raises RequestError."""
         if not items:
             return Rendered(list(token_ids))
+        token_ids = self._rules.complete(token_ids)
         places = self._placeholders.places(token_ids, items)
         read = {
             id(item): feature

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,14 @@ class Frames:
             if shape not in (None, pixels.shape):
                 raise RequestError("its frames have two sizes.")
             shape = pixels.shape
+            yield pixels
+
+
+def repeated(frames: Iterable[np.ndarray], indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """Frames at ascending `indices`, of which `frames` has each once."""
+    counts = Counter(indices)
+    for pixels, index in zip(frames, counts, strict=True):
+        for _ in range(counts[index]):
             yield pixels
 
 

@@ -44,7 +44,9 @@ class Placeholders:
         self.ids = {modality: rules.placeholder_id(modality) for modality in rules.modalities}
         self.tokens = {modality: self._token(modality) for modality in self.ids}
         """Their texts."""
-        self._surround = rules.surround
+        self._surround = {
+            modality: texts for modality, texts in rules.surround.items() if modality in self.ids
+        }
 
     def typed(self) -> TypedPlaceholders:
         return TypedPlaceholders(self.tokens.values())

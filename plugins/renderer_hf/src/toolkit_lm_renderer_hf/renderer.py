@@ -30,6 +30,7 @@ from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 from toolkit_lm_renderer_hf.tokenizer_class import PROBE
 
 if TYPE_CHECKING:
+    from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
     from toolkit_lm_renderer_hf.image_processor import ImageProcessor
     from toolkit_lm_renderer_hf.media_items import Item
     from toolkit_lm_renderer_hf.multimodal import MultiModal
@@ -74,6 +75,8 @@ class HfRenderer(Renderer):
         self._multimodal: MultiModal | None = None
         self.images: ImageProcessor | None = None
         """Processor of images that a subclass has set before `set_rules`; None: the folder's."""
+        self.audio: AudioProcessor | None = None
+        """Processor of recordings, likewise."""
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(
             folder, config.model.trust_remote_code
         )
@@ -132,7 +135,7 @@ class HfRenderer(Renderer):
         from toolkit_lm_renderer_hf.multimodal import MultiModal
 
         self._multimodal = MultiModal(
-            self.config, rules, self._tokenizer, self._folder, self.images
+            self.config, rules, self._tokenizer, self._folder, self.images, self.audio
         )
         if self._chat_template is not None:
             self._chat_template.set_media(self._multimodal.tokens, self._multimodal.texts)

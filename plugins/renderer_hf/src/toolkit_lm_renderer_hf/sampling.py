@@ -1,9 +1,10 @@
-"""Which frames of a video a checkpoint takes, as transformers' Qwen2VLVideoProcessor has it."""
+"""Sampling of a video's frames, as transformers' video processors of Qwen2-VL, Qwen3-VL and
+InternVL do it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ OPTIONS = ("fps", "num_frames", "do_sample_frames")
 _FPS = 2.0
 """Frames in a second that are taken of a file, where the checkpoint says of none: as Qwen's own
 programs do. Transformers takes all."""
-_UNKNOWN_FPS = 24.0
+UNKNOWN_FPS = 24.0
 """Frames per second assumed for frames given without a rate, the same as in transformers."""
 
 
@@ -71,10 +72,7 @@ class Sampling:
         if rate is None:
             return None
         if fps is None:
-            raise RequestError(
-                'its frames come at an unknown rate: give (frames, {"fps": ...}), or num_frames '
-                "in the place of fps."
-            )
+            raise unknown_rate("num_frames in the place of fps")
         most = min(self.max_frames, total) // patch * patch
         return (
             math.floor(min(max(total / fps * rate, self.min_frames), most, total) / patch) * patch
@@ -82,7 +80,106 @@ class Sampling:
 
     def seconds(self, taken: int, total: int, fps: float | None) -> float:
         """Between groups of frames that are one patch, where `taken` of `total` are taken."""
-        return self.temporal_patch_size / (_UNKNOWN_FPS if fps is None else taken / total * fps)
+        return self.temporal_patch_size / (UNKNOWN_FPS if fps is None else taken / total * fps)
+
+
+class EvenSampling(Sampling):
+    """Qwen3-VL's: from the first frame to the last."""
+
+    def indices(
+        self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool
+    ) -> list[int]:
+        if not options.get("do_sample_frames", is_file or self.of_frames or bool(options)):
+            return list(range(total))
+        count: int | None = options.get("num_frames")
+        rate: float | None = options.get("fps")
+        if count is None and rate is None:
+            count = self.num_frames
+            rate = self.fps if count is None else None
+        if rate is not None:
+            count = int(total / (UNKNOWN_FPS if fps is None else fps) * rate)
+            count = min(max(count, self.min_frames), self.max_frames, total)
+        elif count is None:
+            count = min(max(total, self.min_frames), self.max_frames)
+        if count > total:
+            raise RequestError(f"num_frames is {count}, and it has {total} frames.")
+        found: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        return found
+
+    def times(self, indices: Sequence[int], fps: float | None) -> np.ndarray:
+        """Seconds [patches]: means of each patch's first and last frame."""
+        depth = self.temporal_patch_size
+        rate = UNKNOWN_FPS if fps is None else fps
+        every = [index / rate for index in indices]
+        every += every[-1:] * (-len(every) % depth)
+        return np.array(
+            [(every[i] + every[i + depth - 1]) / 2 for i in range(0, len(every), depth)]
+        )
+
+
+@dataclass(frozen=True)
+class MiddleSampling(Sampling):
+    """InternVL's: from the middle of each of equal parts."""
+
+    shift: float | None = None
+    """Index of the first frame; None: the middle of the first part."""
+
+    def indices(
+        self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool
+    ) -> list[int]:
+        asked = options.get("fps") is not None or options.get("num_frames") is not None
+        if not options.get("do_sample_frames", asked or is_file or self.of_frames):
+            return list(range(total))
+        count = self._count(total, fps, options, is_file)
+        if count is None:
+            return list(range(total))
+        if count > total:
+            raise RequestError(f"num_frames is {count}, and it has {total} frames.")
+        return self._spread(total, count)
+
+    def _spread(self, total: int, count: int) -> list[int]:
+        part = total / count
+        first = part / 2 if self.shift is None else self.shift
+        # torch.arange computes in 32 bits.
+        every = first + np.arange(max(math.ceil((total - first) / part), 0)) * part
+        return [min(int(number), total - 1) for number in every.astype(np.float32)]
+
+    def _count(
+        self, total: int, fps: float | None, options: Mapping[str, Any], is_file: bool
+    ) -> int | None:
+        count: int | None = options.get("num_frames")
+        rate: float | None = options.get("fps")
+        if count is None and rate is None:
+            count = self.num_frames
+            rate = self.fps or (_FPS if is_file else None)
+        if count is not None or rate is None:
+            return count
+        if fps is None:
+            raise unknown_rate("num_frames in the place of fps")
+        # Transformers refuses more frames than there are.
+        return min(max(int(total / fps * rate), 1), total)
+
+
+class UniformSampling(MiddleSampling):
+    """Sampling of LLaVA-OneVision and Gemma 4, transformers' usual one: from the start of each of
+    equal parts."""
+
+    def _count(
+        self, total: int, fps: float | None, options: Mapping[str, Any], is_file: bool
+    ) -> int | None:
+        count = super()._count(total, fps, options, is_file)
+        # A checkpoint's num_frames is for longer videos, which transformers alone takes.
+        return count if count is None or options.get("num_frames") else min(count, total)
+
+    def _spread(self, total: int, count: int) -> list[int]:
+        return [number * total // count for number in range(count)]
+
+
+def unknown_rate(instead: str) -> RequestError:
+    """Error for frames without a rate. `instead`: another way to sample them."""
+    return RequestError(
+        f'its frames come at an unknown rate: give (frames, {{"fps": ...}}), or {instead}.'
+    )
 
 
 def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,12 @@ frames, as Qwen2-VL has them."""
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -24,7 +25,7 @@ from toolkit_lm_renderer_hf.image_processor import (
 from toolkit_lm_renderer_hf.sampling import Sampling, check_sampling
 from toolkit_lm_renderer_hf.tokenizer import read_json
 
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     "resample": 3,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -55,6 +56,13 @@ _SHARE = 0.9
 
 class VideoProcessor:
     """Makes arrays of videos, one at a time. Thread-safe."""
+
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
+    """Of the class in transformers."""
+    names: ClassVar[re.Pattern[str]] = QWEN
+    """Names of processors in transformers whose videos these are."""
+    by_patches: ClassVar[bool] = True
+    """Whether the image processor makes patches, of which frames are."""
 
     def __init__(
         self, folder: Path, images: ImageProcessor, max_pixels: int, *, timed: bool
@@ -95,12 +103,11 @@ class VideoProcessor:
         self,
         frames: Iterable[np.ndarray],
         count: int,
-        seconds: float,
         options: Mapping[str, Any],
         check: Callable[[int], None],
     ) -> dict[str, np.ndarray]:
-        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. `seconds`:
-        between patches. Raises RequestError.
+        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. Raises
+        RequestError.
 
         `check` hears how many tokens it will be, before anything is processed.
         """
@@ -134,31 +141,28 @@ class VideoProcessor:
         # Its last frame stands in for those that are missing.
         last[:, :, used:] = last[:, :, used - 1 : used]
         grid = np.array([[num_groups, height // patch, width // patch]], np.int64)
-        arrays = {
+        return {
             "pixel_values_videos": made.reshape(num_groups * made.shape[1], -1),
             "video_grid_thw": grid,
         }
-        return arrays | ({"second_per_grid_ts": np.array([seconds])} if self._timed else {})
+
+    def clock(self, indices: Sequence[int], total: int, fps: float | None) -> dict[str, np.ndarray]:
+        """Data of the times of sampled frames, `indices` of `total`, for the model."""
+        if not self._timed:
+            return {}
+        seconds = self.sampling.seconds(len(indices), total, fps)
+        return {"second_per_grid_ts": np.array([seconds])}
 
     def _target(
         self, height: int, width: int, count: int, options: Mapping[str, Any]
     ) -> tuple[int, int]:
         """The size that frames are resized to."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         config = self._config
         check_ratio(height, width)
         size = options.get("size") or config["size"]
         factor = config["patch_size"] * config["merge_size"]
-        most = size["longest_edge"]
-        if config["cap_pixels_per_frame"]:
-            total = int(config["max_video_tokens"] * factor * factor * _SHARE)
-            most = max(
-                min(most, total * config["temporal_patch_size"] // count),
-                int(size["shortest_edge"] * 1.05),
-            )
         if config["do_resize"]:
-            height, width = smart_resize(height, width, factor, size["shortest_edge"], most)
+            height, width = self._resized(height, width, count, size)
         elif height % factor or width % factor:
             raise RequestError(
                 f"it has {width} x {height} pixels; the checkpoint takes multiples of {factor}."
@@ -174,6 +178,23 @@ class VideoProcessor:
             )
         return height, width
 
+    def _resized(
+        self, height: int, width: int, count: int, size: Mapping[str, int]
+    ) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        config = self._config
+        factor = config["patch_size"] * config["merge_size"]
+        most = size["longest_edge"]
+        if config["cap_pixels_per_frame"]:
+            total = int(config["max_video_tokens"] * factor * factor * _SHARE)
+            most = max(
+                min(most, total * config["temporal_patch_size"] // count),
+                int(size["shortest_edge"] * 1.05),
+            )
+        found: tuple[int, int] = smart_resize(height, width, factor, size["shortest_edge"], most)
+        return found
+
     @property
     def _config(self) -> dict[str, Any]:
         with self._lock:
@@ -183,17 +204,17 @@ class VideoProcessor:
     def _read(self) -> dict[str, Any]:
         found = self._stated()
         name = found.get("video_processor_type") or found.get("image_processor_type")
-        if not hasattr(self._images.loaded, "temporal_patch_size") or (
-            name is not None and not QWEN.fullmatch(str(name))
+        if hasattr(self._images.loaded, "temporal_patch_size") < self.by_patches or (
+            name is not None and not self.names.fullmatch(str(name))
         ):
             raise RequestError(
-                "this renderer processes videos for Qwen2-VL and its like, and transformers' "
-                f"{name or 'processor of this model'} needs "
+                "this renderer processes videos for Qwen-VL, GLM-V, InternVL and their like, and "
+                f"transformers' {name or 'processor of this model'} needs "
                 "torchvision. Give video_embeds."
             )
         config = {
             key: default if found.get(key) is None else found[key]
-            for key, default in _DEFAULTS.items()
+            for key, default in self.defaults.items()
         }
         config["size"] = dict(config["size"]) if isinstance(config["size"], Mapping) else {}
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -230,6 +251,13 @@ class VideoProcessor:
             if config["num_frames"] is not None
             else []
         )
+        self._check_bounds(config, bounds)
+
+    def _check_bounds(
+        self, config: Mapping[str, Any], bounds: Sequence[tuple[str, Any, int]]
+    ) -> None:
+        """Raises CheckpointError for a number outside of its bounds, and for numbers of pixels that
+        are none."""
         for name, number, most in bounds:
             if type(number) is not int or not 0 < number <= most:
                 raise CheckpointError(
@@ -271,8 +299,8 @@ class VideoProcessor:
             "do_normalize": config["do_normalize"],
             "image_mean": mean,
             "image_std": std,
-            "patch_size": config["patch_size"],
-            "merge_size": config["merge_size"],
+            "patch_size": config.get("patch_size"),
+            "merge_size": config.get("merge_size"),
             # An image processor would repeat the frame.
             "temporal_patch_size": 1,
         }
