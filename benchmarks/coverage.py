@@ -33,7 +33,6 @@ import fcntl
 import importlib
 import json
 import multiprocessing
-import re
 import resource
 import signal
 import sys
@@ -49,74 +48,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from toolkit_lm import LLM, PoolingParams, SamplingParams
+from coverage_runs import MAPPINGS, Case, brief, reason_of, run_of
 from toolkit_lm.errors import ToolkitError
-from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
-from toolkit_lm_devkit.generation import logprobs_of
-from transformers.models.auto import modeling_auto as auto
-
-sys.path.append(str(Path(__file__).with_name("recipes")))
-import image_text as images
-import tiny_models as recipes
-from given_pictures import FIRST_SPECIAL, Given
 
 RESULTS = Path(__file__).with_name("coverage.json")
 CPU_SECONDS = 120
 EQUAL = ("native", "fallback")
-MAPPINGS = {
-    "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "masked": {
-        model_type: name
-        for model_type, name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()
-        if name not in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
-    },
-    "embedding": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
-    "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "CTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
-}
-CHANGES: Mapping[str, Mapping[str, Any]] = {
-    # Tokens that a checkpoint forces are not the model's.
-    "encoder-decoder": {
-        "decoder_start_token_id": 3,
-        "forced_bos_token_id": None,
-        "forced_eos_token_id": None,
-    },
-    "classification": {
-        "num_labels": 3,
-        "decoder_start_token_id": 3,
-        # MPNet takes token 1 for padding, whatever its config says.
-        "bos_token_id": 1,
-        "eos_token_id": 0,
-    },
-}
-"""Fields of config.json, by mapping."""
-LENGTHS = (5, 17, 33, 3, 1)
-MAX_TOKENS = 8
-OPTIONS: Mapping[str, Any] = {
-    "dtype": "float32",
-    "renderer": "tokens",
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-}
-STEPS: Mapping[str, Any] = {"max_num_batched_tokens": 12, "block_size": 4, "num_kv_blocks": 200}
-"""Options of engines that generate: prompts come in chunks."""
-TOLERANCE = 1e-4
-"""Most difference of a hidden state, as a share of the largest one where that is above 1."""
-
-
-class Case(NamedTuple):
-    """A class of transformers, by the mapping that names it."""
-
-    mapping: str
-    model_type: str
-    architecture: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.mapping}/{self.model_type}/{self.architecture}"
 
 
 class Outcome(NamedTuple):
@@ -137,18 +74,10 @@ def cases(mappings: Iterable[str] = MAPPINGS, only: Sequence[str] = ()) -> list[
     return [case for case in found if not only or {*case[1:], case.key} & set(only)]
 
 
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        torch.randint(3, recipes.VOCAB_SIZE, (length,), generator=generator).tolist()
-        for length in LENGTHS
-    ]
-
-
 def check(case: Case, folder: Path) -> Outcome:
     """Builds the checkpoint, runs it both ways and compares. For a process of its own."""
     try:
-        run = RUNS[case.mapping]
+        run = run_of(case)
         model = run.save(case, folder)
         run.plain(model)
     except Exception as error:
@@ -165,242 +94,6 @@ def check(case: Case, folder: Path) -> Outcome:
     except AssertionError as error:
         return Outcome("differs", brief(error))
     return Outcome("fallback" if by_fallback else "native", run.note)
-
-
-class Run:
-    """How the classes of a mapping are compared."""
-
-    note = ""
-    """What an equal class was not compared by."""
-
-    def save(self, case: Case, folder: Path) -> Any:
-        """Writes a checkpoint, and returns the model of transformers."""
-        return recipes.save(
-            case.model_type,
-            folder,
-            architecture=case.architecture,
-            decodes=case.mapping == "causal",
-            **CHANGES.get(case.mapping, {}),
-        )
-
-
-class Generation(Run):
-    """Classes that continue prompts."""
-
-    options: Mapping[str, Any] = STEPS
-    allowed: list[int] | None = None
-    """Tokens that an output may have; None: all."""
-
-    def plain(self, model: Any) -> None:
-        """Raises what transformers raises where it cannot run it."""
-        self.logits(model, 1, [5, 6, 7])
-
-    @torch.inference_mode()
-    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
-        """[T, V] of the prompt `index` and what follows it, by transformers alone."""
-        found: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-        return found
-
-    def request(self, prompt: list[int]) -> Any:
-        return {"prompt_token_ids": prompt}
-
-    def engine(self, folder: Path) -> list[Any]:
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=MAX_TOKENS,
-            ignore_eos=True,
-            logprobs=recipes.VOCAB_SIZE,
-            allowed_token_ids=self.allowed,
-        )
-        # Tokens that a checkpoint forces or forbids are not the model's.
-        options = {"max_logprobs": recipes.VOCAB_SIZE, "generation_config": "none"}
-        with LLM(str(folder), **{**options, **OPTIONS, **self.options}) as llm:
-            outputs = llm.generate(
-                [self.request(prompt) for prompt in prompts()], params, use_tqdm=False
-            )
-        return list(outputs)
-
-    def compare(self, model: Any, ours: list[Any]) -> None:
-        for index, (prompt, output) in enumerate(zip(prompts(), ours, strict=True)):
-            (completion,) = output.outputs
-            tokens = list(completion.token_ids)
-            start = self.start(prompt, output)
-            logits = self.logits(model, index, start + tokens)
-            reference = torch.log_softmax(logits[len(start) - 1 : -1], dim=-1)
-            assert_same_logits(logprobs_of(completion, recipes.VOCAB_SIZE), reference)
-            if self.allowed is not None:
-                reference = reference[:, self.allowed]
-            assert_same_tokens(tokens, reference)
-
-    def start(self, prompt: list[int], output: Any) -> list[int]:
-        """The decoder's tokens before its first output."""
-        return list(output.prompt_token_ids)
-
-
-class ImageText(Generation):
-    """Classes that read pictures: each prompt has one, two of them two, and the first none."""
-
-    options = {
-        **STEPS,
-        "max_num_batched_tokens": 96,
-        "max_model_len": 256,
-        "renderer": "given_pictures",
-        "plugins": [Given()],
-    }
-    """A step takes a picture whole."""
-    allowed = list(range(FIRST_SPECIAL))
-    """No tokens of pictures, for which there would be none."""
-
-    def save(self, case: Case, folder: Path) -> Any:
-        config = images.tiny_config(case.model_type)
-        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
-        self.pictures = []
-        self.token = FIRST_SPECIAL
-        self.note = ""
-        try:
-            images.logits(model, torch.tensor([5, 6, 7]), [])
-            self.token = images.image_token(model.config.to_dict())
-            self.pictures = [images.picture(model, seed) for seed in range(2)]
-        except ValueError:
-            # Some are listed as models of text, too.
-            if case.architecture not in MAPPINGS["causal"].values():
-                raise
-            self.note = "text alone"
-        else:
-            (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
-        return model
-
-    def plain(self, model: Any) -> None:
-        """Was done when it was saved."""
-
-    def given(self, index: int) -> list[dict[str, torch.Tensor]]:
-        return self.pictures[: index % 3]
-
-    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
-        return images.logits(model, torch.tensor(tokens), self.given(index))
-
-    def request(self, prompt: list[int]) -> Any:
-        index = prompts().index(prompt)
-        arrays = [
-            {name: array.numpy() for name, array in picture.items()}
-            for picture in self.given(index)
-        ]
-        tokens = [3 + token % (FIRST_SPECIAL - 3) for token in prompt]
-        # Some code takes pictures without a token between them for one.
-        places = [token for number in range(len(arrays)) for token in (self.token, 4 + number)]
-        return {
-            "prompt_token_ids": [*tokens[:1], *places, *tokens[1:]],
-            "multi_modal_data": {"image": arrays},
-        }
-
-
-class EncoderDecoder(Generation):
-    """Classes whose encoder reads the prompt."""
-
-    @torch.inference_mode()
-    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
-        found: torch.Tensor = model(
-            input_ids=torch.tensor([prompts()[index]]),
-            decoder_input_ids=torch.tensor([tokens]),
-            use_cache=False,
-        ).logits
-        return found[0].float()
-
-    def request(self, prompt: list[int]) -> Any:
-        return {
-            "encoder_prompt": {"prompt_token_ids": prompt},
-            "decoder_prompt": {"prompt_token_ids": [3]},
-        }
-
-    def start(self, prompt: list[int], output: Any) -> list[int]:
-        return [3]
-
-
-class Pooling(Run):
-    """Classes that give hidden states or logits of a prompt."""
-
-    params = PoolingParams(task="token_embed", normalize=False)
-    end: tuple[int, ...] = ()
-    """Tokens after each prompt."""
-
-    def plain(self, model: Any) -> None:
-        self.vectors(model, [5, 6, 7, *self.end])
-
-    @torch.inference_mode()
-    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
-        """[T, H], or [labels], of a prompt by transformers alone."""
-        found: torch.Tensor = model.base_model(torch.tensor([tokens]))[0]
-        return found[0].float()
-
-    def engine(self, folder: Path) -> list[torch.Tensor]:
-        with LLM(str(folder), **OPTIONS) as llm:
-            outputs = llm.encode(
-                [{"prompt_token_ids": [*prompt, *self.end]} for prompt in prompts()],
-                self.params,
-                use_tqdm=False,
-            )
-        for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(output.error)
-        return [torch.tensor(output.outputs.data) for output in outputs]
-
-    def compare(self, model: Any, ours: list[torch.Tensor]) -> None:
-        for prompt, found in zip(prompts(), ours, strict=True):
-            reference = self.vectors(model, [*prompt, *self.end])
-            assert found.shape == reference.shape, (
-                f"shape {list(found.shape)}, not {list(reference.shape)}"
-            )
-            difference = (found - reference).abs().max().item()
-            allowed = TOLERANCE * max(1.0, reference.abs().max().item())
-            assert difference <= allowed, f"vectors differ by {difference:.3g}"
-
-
-class Classification(Pooling):
-    """Classes with a classifier of sequences."""
-
-    params = PoolingParams(task="classify", use_activation=False)
-    end = (0,)
-    """Encoder-decoder classifiers read the end of the text."""
-
-    @torch.inference_mode()
-    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
-        found: torch.Tensor = model(torch.tensor([tokens])).logits
-        return found[0].float()
-
-
-RUNS = {
-    "causal": Generation(),
-    "image-text": ImageText(),
-    "encoder-decoder": EncoderDecoder(),
-    "masked": Pooling(),
-    "embedding": Pooling(),
-    "classification": Classification(),
-    "speech": Generation(),
-    "CTC": Generation(),
-}
-
-
-def brief(error: BaseException) -> str:
-    """One line of an error."""
-    text = " ".join(str(error).split())
-    text = without_folders(text)
-    return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
-
-
-def reason_of(error: ToolkitError) -> str:
-    """Why the engine, or its fallback, refuses a checkpoint."""
-    text = whole = " ".join(str(error).split())
-    if found := re.search(r"The fallback 'transformers' cannot run it: (.*?)\. [A-Z`]", text):
-        text = found[1]
-    if found := re.search(r"'transformers_image_text' cannot run it: (.*?)\. [A-Z`]", whole):
-        text = text if "is not a model of pictures" in found[1] else found[1]
-    if found := re.search(r"'transformers_pooling' cannot run it: (.*?)\. [A-Z`]", whole):
-        text = found[1] if "is not a" in text else text
-    return without_folders(text)[:160]
-
-
-def without_folders(text: str) -> str:
-    return re.sub(r"(?<=\s)/\S+/", "", re.sub(r"'/[^']*'", "...", text))
 
 
 def _child(case: Case, sender: Any) -> None:

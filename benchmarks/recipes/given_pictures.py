@@ -1,5 +1,5 @@
-"""A renderer for prompts whose pictures are arrays already: {"prompt_token_ids": [...],
-"multi_modal_data": {"image": [{name: array}, ...]}}."""
+"""A renderer for prompts whose pictures, or recordings, are arrays already: {"prompt_token_ids":
+[...], "multi_modal_data": {"image": [{name: array}, ...]}}."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class GivenRenderer(TokenRenderer):
     """Puts each picture in the place of the next placeholder, by the model's rules."""
 
     def render_prompt(self, prompt: Any, *, add_special_tokens: bool = True) -> Rendered:
-        pictures = list((prompt.get("multi_modal_data") or {}).get("image", ()))
+        given = prompt.get("multi_modal_data") or {}
+        modality = "audio" if "audio" in given else "image"
+        pictures = list(given.get(modality, ()))
         if self.rules is None or not pictures:
             return Rendered(prompt["prompt_token_ids"])
         found: list[int] = []
@@ -30,14 +32,14 @@ class GivenRenderer(TokenRenderer):
                 continue
             arrays = pictures.pop(0)
             try:
-                replacement = self.rules.replacement("image", arrays)
+                replacement = self.rules.replacement(modality, arrays)
             except RequestError:
                 # Rules of a native model count the tokens by themselves.
                 arrays = {name: array for name, array in arrays.items() if name != "input_ids"}
-                replacement = self.rules.replacement("image", arrays)
+                replacement = self.rules.replacement(modality, arrays)
             features.append(
                 MultiModalFeatureSpec(
-                    modality="image",
+                    modality=modality,
                     mm_identifier=str(hash(b"".join(array.tobytes() for array in arrays.values()))),
                     mm_position=PlaceholderRange(
                         len(found), len(replacement.token_ids), replacement.mask

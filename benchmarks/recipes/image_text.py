@@ -63,6 +63,7 @@ DEEP: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [2, 3],
         "vision_config": {"hidden_size": 64},
     },
+    "gemma4_vision": {"pooling_kernel_size": 2},
     "granite_docling_vision": {"deepstack_visual_indexes": [0, 1], "scale_factor": 2},
     "hunyuan_vl_text": {
         "rope_parameters": {**tiny_models.ROPE, "mrope_section": [1, 1, 1, 1]},
@@ -111,19 +112,33 @@ DEEP: dict[str, dict[str, Any]] = {
 """Other fields by model_type, of a whole config or of a part."""
 
 
-def tiny_config(model_type: str) -> Any:
-    """A config of a few thousand parameters. Raises what its class raises where it cannot be."""
+def tiny_config(
+    model_type: str,
+    sizes: Mapping[str, Any] | None = None,
+    deep: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Any:
+    """A config of a few thousand parameters. `sizes` and `deep`: others beside those above.
+
+    Raises what its class raises where it cannot be.
+    """
     config_class = transformers.CONFIG_MAPPING[model_type]
     ids = iter(range(FIRST_SPECIAL, tiny_models.VOCAB_SIZE))
-    return config_class(**_fields(config_class, ids))
+    return config_class(
+        **_fields(config_class, ids, {**SIZES, **(sizes or {})}, {**DEEP, **(deep or {})})
+    )
 
 
-def _fields(config_class: Any, ids: Iterator[int]) -> dict[str, Any]:
+def _fields(
+    config_class: Any,
+    ids: Iterator[int],
+    sizes: Mapping[str, Any],
+    deep: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     known = {
         *getattr(config_class, "__dataclass_fields__", ()),
         *(config_class.attribute_map or {}),
     }
-    own = {name: size for name, size in SIZES.items() if name in known}
+    own = {name: size for name, size in sizes.items() if name in known}
     default: Any = None
     with contextlib.suppress(Exception):
         default = config_class()
@@ -134,7 +149,7 @@ def _fields(config_class: Any, ids: Iterator[int]) -> dict[str, Any]:
             if not hasattr(found, "model_type"):
                 continue
             part = type(found)
-        own[name] = {"model_type": part.model_type, **_fields(part, ids)}
+        own[name] = {"model_type": part.model_type, **_fields(part, ids, sizes, deep)}
     for name in sorted(known):
         if _is_token(name) and name not in own:
             with contextlib.suppress(Exception):
@@ -144,7 +159,7 @@ def _fields(config_class: Any, ids: Iterator[int]) -> dict[str, Any]:
                     own[name] = next(ids)
     changes = {
         **tiny_models.OTHERS.get(config_class.model_type, {}),
-        **DEEP.get(config_class.model_type, {}),
+        **deep.get(config_class.model_type, {}),
     }
     return merged(own, changes)
 
@@ -220,7 +235,8 @@ def pictures(model: Any, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         "pixel_values": drawn(1, channels, patch, 16 * patch),
         "target_sizes": grid[:, 1:],
     }
-    places = torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]
+    # Columns and rows, row after row.
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None]
     yield {
         "pixel_values": drawn(1, 16, channels * patch * patch),
         "image_position_ids": places,
@@ -271,13 +287,23 @@ def accepted(model: Any) -> frozenset[str]:
 
 @torch.inference_mode()
 def logits(
-    model: Any, tokens: torch.Tensor, given: Sequence[Mapping[str, torch.Tensor]]
+    model: Any,
+    tokens: torch.Tensor,
+    given: Sequence[Mapping[str, torch.Tensor]],
+    num_drawn: int = 0,
 ) -> torch.Tensor:
-    """[T, V] of tokens [T] that have these pictures, by transformers alone."""
+    """[T, V] of tokens [T] that have these pictures, by transformers alone. `num_drawn`: tokens
+    after the prompt."""
     arguments: dict[str, torch.Tensor] = {}
+    if model.config.model_type == "paligemma":
+        # Without it, how text alone is read depends on the attention's implementation.
+        arguments["token_type_ids"] = torch.ones_like(tokens[None])
     if given:
         token = image_token(model.config.to_dict())
         kind = (tokens[None] == token).long()
+        if model.config.model_type == "paligemma":
+            # Tokens of the prompt, all of which see each other, and those after it.
+            kind = (torch.arange(len(tokens)) >= len(tokens) - num_drawn)[None].long()
         arguments = {
             name: kind
             for name in ("mm_token_type_ids", "token_type_ids")

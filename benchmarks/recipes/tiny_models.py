@@ -77,6 +77,13 @@ WHISPER = {
     "encoder_layers": 2,
     "encoder_attention_heads": 4,
 }
+GEMMA3 = {
+    "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
+    "mm_tokens_per_image": 4,
+    "image_token_index": 112,
+    "boi_token_index": 110,
+    "eoi_token_index": 111,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 MLA = {"num_key_value_heads": 4}
@@ -85,6 +92,12 @@ MLA = {"num_key_value_heads": 4}
 OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("esmc", "mistral4"), MLA),
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
+    "lilt": {"hidden_size": 48},
+    "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
+    "neomme": {"head_dim": 16},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, **MLA},
@@ -110,10 +123,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "fuyu": {"text_config": {"model_type": "persimmon", **PLAIN}},
-    "gemma3": {
-        "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
-        "mm_tokens_per_image": 4,
-    },
+    **dict.fromkeys(("gemma3", "shieldgemma2"), GEMMA3),
     "gemma3n_text": {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 8,

@@ -203,6 +203,10 @@ def test_explain_says_that_a_fallback_was_chosen_and_why(tmp_path, capsys):
             "transformers_image_text",
             "GPTNeoXForCausalLM of transformers is not a model of pictures and text",
         ),
+        (
+            "transformers_audio_text",
+            "GPTNeoXForCausalLM of transformers is not a model of recordings and text",
+        ),
         ("transformers", None),
     ]
     assert (found.architecture, found.plugin, len(found.layers)) == (

@@ -173,7 +173,9 @@ def test_the_entry_module_registers_the_fallback():
     toolkit_lm_transformers.toolkit_register_models(models)
     assert models.fallbacks() == [
         "transformers_image_text",
+        "transformers_audio_text",
         "transformers",
+        "transformers_encoder_decoder",
         "transformers_pooling",
     ]
     assert models.load("transformers") is TransformersForCausalLM

@@ -5,6 +5,14 @@ from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, RendererRegistry, h
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """Keys of config.json, and of its `text_config`, that state the longest sequence."""
+DECODER_LENGTH_KEYS = (
+    "max_decoder_position_embeddings",
+    "max_target_positions",
+    *LENGTH_KEYS,
+    "decoder.max_position_embeddings",
+    "decoder.n_positions",
+)
+"""Keys of config.json that state the longest sequence of an encoder-decoder model's decoder."""
 
 
 @hookimpl
@@ -16,7 +24,20 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         multimodal="toolkit_lm_transformers.image_text_rules:ImageTextRules",
         length_keys=(*LENGTH_KEYS, *(f"text_config.{key}" for key in LENGTH_KEYS)),
     )
+    models.add_fallback(
+        "transformers_audio_text",
+        "toolkit_lm_transformers.image_text:TransformersForAudioText",
+        renderer="transformers_processor",
+        multimodal="toolkit_lm_transformers.image_text_rules:AudioTextRules",
+        length_keys=(*LENGTH_KEYS, *(f"text_config.{key}" for key in LENGTH_KEYS)),
+    )
     models.add_fallback("transformers", "toolkit_lm_transformers.model:TransformersForCausalLM")
+    models.add_fallback(
+        "transformers_encoder_decoder",
+        "toolkit_lm_transformers.encoder_decoder:TransformersForEncoderDecoder",
+        length_keys=DECODER_LENGTH_KEYS,
+        encoder_decoder="toolkit_lm_transformers.encoder_decoder_rules:FallbackRules",
+    )
     models.add_fallback(
         "transformers_pooling",
         "toolkit_lm_transformers.pooling:TransformersForPooling",
@@ -35,6 +56,7 @@ def toolkit_register_renderers(renderers: RendererRegistry) -> None:
 
 @hookimpl
 def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
+    kv_kinds.add("transformers_encoded", "toolkit_lm_transformers.spec:EncodedSpec")
     kv_kinds.add("transformers_tokens", "toolkit_lm_transformers.spec:TokensSpec")
     kv_kinds.add("transformers_pictured", "toolkit_lm_transformers.spec:PicturedSpec")
     kv_kinds.add("transformers_states", "toolkit_lm_transformers.spec:StatesSpec")

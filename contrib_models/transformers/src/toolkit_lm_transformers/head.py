@@ -7,18 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+)
+
+
+class _NothingElse:
+    """Other results of models, which others hand on: nothing."""
+
+    def __getattr__(self, name: str) -> None:
+        """Returns None. Raises AttributeError for names of Python's own."""
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @dataclass
-class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+class _HiddenStates(_NothingElse, BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
     """Return value of decoders of all families."""
 
-    def __getattr__(self, name: str) -> None:
-        """What else decoders return, and heads hand on: nothing. Raises AttributeError for names of
-        Python's own."""
-        if name.startswith("__"):
-            raise AttributeError(name)
+
+@dataclass
+class EncoderStates(_NothingElse, BaseModelOutput):  # type: ignore[misc]
+    """Return value of encoders of all families."""
 
 
 class _Given(nn.Module):

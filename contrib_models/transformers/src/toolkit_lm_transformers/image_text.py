@@ -1,13 +1,13 @@
-"""The fallback for models that read pictures and write text: a class of transformers, which
-computes all tokens of a sequence, and its pictures, in each step."""
+"""The fallbacks for models that read pictures, or hear recordings, and write text: a class of
+transformers, which computes all tokens of a sequence, and its media, in each step."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
@@ -17,12 +17,14 @@ from toolkit_lm.model import FallbackModel, torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
 from toolkit_lm_transformers.conversion import Conversion
 from toolkit_lm_transformers.deadline import deadline
 from toolkit_lm_transformers.examine import check_config, read_by_class, understood
-from toolkit_lm_transformers.image_text_rules import image_token
+from toolkit_lm_transformers.image_text_rules import AUDIO_KEYS, IMAGE_KEYS, media_token
 from toolkit_lm_transformers.layout import CacheLayout, recomputing
 from toolkit_lm_transformers.model import SECONDS, TransformersForCausalLM
 from toolkit_lm_transformers.pictures import PicturesPart, Reading, SeeingDecoder
@@ -35,8 +37,35 @@ _REFUSED = {
     "diffusion_gemma": "it writes blocks of tokens by diffusion",
     "mllama": "its cross attention has a mask of tokens and tiles, which grows with the output",
     "paligemma": "its prompt attends to itself in both directions, chunks of it cannot",
+    "vibevoice": "it writes speech by diffusion",
+    "voxtral_realtime": "each token of its output hears a part of the recording",
 }
 """Reasons by model_type."""
+
+
+class Listed(NamedTuple):
+    """Models of a modality, as transformers lists them."""
+
+    noun: str
+    mappings: tuple[Mapping[str, Any], ...]
+    token_keys: tuple[str, ...]
+    """Keys of config.json that name the token whose embeddings media replace."""
+
+    def names(self) -> set[str]:
+        return {
+            name
+            for mapping in self.mappings
+            for names in mapping.values()
+            for name in ([names] if isinstance(names, str) else list(names))
+        }
+
+
+IMAGES = Listed("pictures", (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,), IMAGE_KEYS)
+RECORDINGS = Listed(
+    "recordings",
+    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    AUDIO_KEYS,
+)
 
 
 class TransformersForImageText(TransformersForCausalLM):
@@ -48,18 +77,21 @@ class TransformersForImageText(TransformersForCausalLM):
     """
 
     parts = {"media": PicturesPart}
+    listed: ClassVar[Listed] = IMAGES
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         FallbackModel.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        layout = examine_image_text(vllm_config)
+        layout = examine_media(vllm_config, self.listed)
         self.first_position = 0
         with deadline(SECONDS, "make the model"), Uninitialized():
-            model = _build(read_image_text(vllm_config), torch_dtype(vllm_config.model.dtype))
+            config = _read(vllm_config, self.listed)
+            model = _build(config, torch_dtype(vllm_config.model.dtype))
         self._adopt(model)
         logger.warning(
-            "%s computes all tokens and pictures of a sequence in each step, so that work grows "
-            "with the square of the length: %s",
+            "%s computes all tokens and %s of a sequence in each step, so that work grows with "
+            "the square of the length: %s",
             type(model).__name__,
+            self.listed.noun,
             layout.why_recomputed,
         )
         self._whole: Callable[..., Any] = model.__call__
@@ -70,9 +102,12 @@ class TransformersForImageText(TransformersForCausalLM):
             model.config,
             vllm_config=vllm_config,
             prefix=prefix,
-            reading=Reading(accepted_by(model), image_token(vllm_config.hf_config)),
+            reading=Reading(
+                accepted_by(model), media_token(vllm_config.hf_config, self.listed.token_keys)
+            ),
         )
         self.seeing.decode = self._whole
+        self.current_rows = self.seeing.rows
         self.past_key_values = self.seeing
         self._embed = model.get_input_embeddings().__call__
         self._mix_by = model.set_experts_implementation
@@ -82,35 +117,41 @@ class TransformersForImageText(TransformersForCausalLM):
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
         try:
-            examine_image_text(vllm_config)
+            examine_media(vllm_config, cls.listed)
         except UnsupportedError as error:
             return str(error)
         return None
 
     @classmethod
     def architecture_of(cls, model_type: str) -> str | None:
-        name: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
-        return name if isinstance(name, str) else None
+        found = [names[model_type] for names in cls.listed.mappings if model_type in names]
+        return found[0] if found and isinstance(found[0], str) else None
 
     @classmethod
     def reserved_positions(cls, vllm_config: VllmConfig) -> int:
         return 0
 
 
-def read_image_text(vllm_config: VllmConfig) -> Any:
+class TransformersForAudioText(TransformersForImageText):
+    """Any model of transformers that hears recordings among the tokens of its prompt."""
+
+    listed = RECORDINGS
+
+
+def _read(vllm_config: VllmConfig, listed: Listed) -> Any:
     """The checkpoint's config as transformers holds it. Raises UnsupportedError where transformers
-    lists no class of pictures and text for it."""
+    lists no class of such media and text for it."""
     values = vllm_config.hf_config
     name = values["architectures"][0]
-    if name not in _names():
-        raise UnsupportedError(f"{name} of transformers is not a model of pictures and text")
+    if name not in listed.names():
+        raise UnsupportedError(f"{name} of transformers is not a model of {listed.noun} and text")
     return read_by_class(values, name)
 
 
-def examine_image_text(vllm_config: VllmConfig) -> CacheLayout:
+def examine_media(vllm_config: VllmConfig, listed: Listed) -> CacheLayout:
     """The state that a sequence keeps between steps. Raises UnsupportedError, with the reason, if
     the checkpoint's model cannot run here."""
-    config = read_image_text(vllm_config)
+    config = _read(vllm_config, listed)
     name = vllm_config.hf_config["architectures"][0]
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not _has_processor(vllm_config):
         raise UnsupportedError(
@@ -122,11 +163,11 @@ def examine_image_text(vllm_config: VllmConfig) -> CacheLayout:
     check_config(config, vllm_config)
     if config.is_encoder_decoder or getattr(config.get_text_config(), "is_encoder_decoder", False):
         raise UnsupportedError("it is an encoder-decoder model")
-    if image_token(vllm_config.hf_config) is None:
-        raise UnsupportedError("its config.json names no token of pictures")
+    if media_token(vllm_config.hf_config, listed.token_keys) is None:
+        raise UnsupportedError(f"its config.json names no token of {listed.noun}")
     with torch.device("meta"):
         model = understood(lambda: _build(config, torch.bfloat16), "make the model")
-    return recomputing(model, True, "its pictures enter by its own code")
+    return recomputing(model, True, f"its {listed.noun} enter by its own code")
 
 
 def accepted_by(model: Any) -> frozenset[str]:
@@ -136,17 +177,11 @@ def accepted_by(model: Any) -> frozenset[str]:
         model.forward,
         getattr(model.base_model, "forward", None),
         getattr(model, "get_image_features", None),
+        getattr(model, "get_audio_features", None),
     ):
         if function is not None:
             names |= set(inspect.signature(function).parameters)
     return frozenset(names)
-
-
-def _names() -> set[str]:
-    named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return {
-        name for names in named for name in ([names] if isinstance(names, str) else list(names))
-    }
 
 
 def _has_processor(vllm_config: VllmConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import transformers
@@ -160,11 +160,10 @@ class TransformersForCausalLM(FallbackModel):
         return logits[0]
 
     def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor:
-        in_float32 = self._in_float32() if exact else nullcontext()
         with (
             deadline(SECONDS, f"compute {len(token_ids)} tokens"),
             self._attention_of_transformers(),
-            in_float32,
+            self._exactly(exact),
         ):
             if type(self).compute_logits is not TransformersForCausalLM.compute_logits:
                 # A pooling adapter has taken the head away.
@@ -172,6 +171,10 @@ class TransformersForCausalLM(FallbackModel):
                 return hidden_states[0]
             logits: Tensor = self._whole(input_ids=token_ids[None], use_cache=False).logits
             return logits[0]
+
+    def _exactly(self, exact: bool) -> AbstractContextManager[None]:
+        """The context in which a forward pass computes in float32, if `exact`."""
+        return self._in_float32() if exact else nullcontext()
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:

@@ -134,6 +134,8 @@ class SeeingDecoder(Decoder):
         self.reading = reading
         self.pictures: list[list[Picture]] = []
         """Those of each row of the step, up to its last token."""
+        self.rows: list[int] = []
+        """Rows of the step that are computed at the moment."""
         self.axis = 1 if hf_config.model_type in _BY_PROMPT else 0
         self.pixel_axis = -1 if hf_config.model_type in _PACKED else self.axis
 
@@ -143,12 +145,14 @@ class SeeingDecoder(Decoder):
         seeing = [row < len(self.pictures) and bool(self.pictures[row]) for row in members]
         if blind := [place for place, sees in enumerate(seeing) if not sees]:
             rows = [members[place] for place in blind]
+            self.rows[:] = rows
             super()._recompute(input_ids, out, start, rows, index[blind])
         for place, row in enumerate(members):
             if seeing[place]:
                 self._see(input_ids, out, start, row, index[place : place + 1])
 
     def _see(self, input_ids: Tensor, out: Tensor, start: int, row: int, index: Tensor) -> None:
+        self.rows[:] = [row]
         new = input_ids[index]
         past = [read_tokens(self, [row], start)[torch.float32][..., 0].long()] if start else []
         tokens = torch.cat([*past, new], dim=1)

@@ -180,6 +180,11 @@ def _examine(vllm_config: VllmConfig) -> tuple[str, int, Any]:
     UnsupportedError."""
     name = vllm_config.hf_config["architectures"][0]
     kind = next((kind for kind, names in _KINDS.items() if name in _flat(names)), None)
+    if name in auto.MODEL_FOR_CTC_MAPPING_NAMES.values():
+        raise UnsupportedError(
+            f"{name} labels the frames of a recording (CTC): it is neither a decoder, nor does it "
+            "pool texts"
+        )
     if kind is None:
         raise UnsupportedError(f"{name} is not a text encoder or classifier of transformers")
     config = read_by_class(vllm_config.hf_config, name)
@@ -194,11 +199,11 @@ def _examine(vllm_config: VllmConfig) -> tuple[str, int, Any]:
         raise UnsupportedError(f"{name} takes no tokens")
     if "classification" in kind:
         return kind, int(config.num_labels), config
-    return kind, understood(lambda: _width(runner, kind), "run the model on shapes alone"), config
+    return kind, understood(lambda: width_of(runner, kind), "run the model on shapes alone"), config
 
 
 @torch.no_grad()
-def _width(encoder: Any, kind: str) -> int:
+def width_of(encoder: Any, kind: str) -> int:
     """Numbers of a token in an encoder's result, by a pass over shapes. If that needs values, they
     are the config's `hidden_size`."""
     try:

@@ -31,8 +31,13 @@ class Rows(NamedTuple):
     """Block table [R, most blocks]."""
     slots: Tensor
     """Slot of each token [T]."""
-    live: list[int]
-    """Rows other than padding."""
+    lengths: list[int]
+    """Tokens that each row sees; 0: the row is padding."""
+
+    @property
+    def live(self) -> list[int]:
+        """Rows other than padding."""
+        return [row for row, length in enumerate(self.lengths) if length]
 
 
 class PageBackend(CacheBackend):
@@ -52,7 +57,7 @@ class PageBackend(CacheBackend):
             batch.starts.tolist(),
             batch.block_table,
             batch.slot_mapping,
-            [row for row, length in enumerate(batch.seq_lens.tolist()) if length],
+            batch.seq_lens.tolist(),
         )
 
 
@@ -83,12 +88,12 @@ class Decoder(PageLayer):
         states = layout.entries_of(tokens=False)
         cache = vllm_config.cache
         token_spec = TokensSpec(
-            block_size=cache.block_size, widths=_names(tokens), token_bytes=_bytes(tokens)
+            block_size=cache.block_size, widths=names_of(tokens), token_bytes=bytes_of(tokens)
         )
         state_spec = StatesSpec(
             block_size=vllm_config.max_model_len,
-            widths=_names(states),
-            state_bytes=_bytes(states),
+            widths=names_of(states),
+            state_bytes=bytes_of(states),
             snapshots=0 if cache.enable_prefix_caching is False else cache.block_size,
         )
         name = join(prefix, "past_key_values")
@@ -200,11 +205,11 @@ def _write_states(layer: PageLayer, members: list[int], found: dict[torch.dtype,
         pages[blocks] = found[dtype].to(pages.dtype)
 
 
-def _names(entries: Sequence[Entry]) -> tuple[tuple[str, int], ...]:
+def names_of(entries: Sequence[Entry]) -> tuple[tuple[str, int], ...]:
     return tuple(
         (str(dtype).removeprefix("torch."), width) for dtype, width in widths(entries).items()
     )
 
 
-def _bytes(entries: Sequence[Entry]) -> int:
+def bytes_of(entries: Sequence[Entry]) -> int:
     return sum(entry.width * entry.dtype.itemsize for entry in entries)

@@ -43,3 +43,10 @@ class PicturedSpec(TokensSpec, frozen=True, kw_only=True, tag="transformers_pict
     would lack its pictures."""
 
     caches_prefixes: ClassVar[bool] = False
+
+
+class EncodedSpec(TokensSpec, frozen=True, kw_only=True, tag="transformers_encoded"):
+    """The hidden states of all tokens of an encoder sequence."""
+
+    grows: ClassVar[bool] = False
+    of_encoder: ClassVar[bool] = True

@@ -1,0 +1,384 @@
+"""How `coverage.py` builds, runs and compares the classes of each mapping of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from toolkit_lm import LLM, PoolingParams, SamplingParams
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
+from toolkit_lm_devkit.generation import logprobs_of
+from transformers.models.auto import modeling_auto as auto
+
+sys.path.append(str(Path(__file__).with_name("recipes")))
+import audio
+import image_text as images
+import tiny_models as recipes
+from given_pictures import FIRST_SPECIAL, Given
+
+MAPPINGS = {
+    "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "masked": {
+        model_type: name
+        for model_type, name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()
+        if name not in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    },
+    "embedding": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "CTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    # Tokens that a checkpoint forces are not the model's.
+    "encoder-decoder": {
+        "decoder_start_token_id": 3,
+        "forced_bos_token_id": None,
+        "forced_eos_token_id": None,
+    },
+    "classification": {
+        "num_labels": 3,
+        "decoder_start_token_id": 3,
+        # MPNet takes token 1 for padding, whatever its config says.
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+    },
+}
+"""Fields of config.json, by mapping."""
+LENGTHS = (5, 17, 33, 3, 1)
+MAX_TOKENS = 8
+OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "renderer": "tokens",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+}
+STEPS: Mapping[str, Any] = {"max_num_batched_tokens": 12, "block_size": 4, "num_kv_blocks": 200}
+"""Options of engines that generate: prompts come in chunks."""
+MOST_TOKENS = 64
+"""Of a picture in these steps."""
+WIDE: Mapping[str, Any] = {"max_num_batched_tokens": 192, "max_model_len": 448}
+"""Options of engines whose pictures have more."""
+TOLERANCE = 1e-4
+"""Most difference of a hidden state, as a share of the largest one where that is above 1."""
+
+
+class Case(NamedTuple):
+    """A class of transformers, by the mapping that names it."""
+
+    mapping: str
+    model_type: str
+    architecture: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.mapping}/{self.model_type}/{self.architecture}"
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(3, recipes.VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in LENGTHS
+    ]
+
+
+class Run:
+    """How the classes of a mapping are compared."""
+
+    note = ""
+    """What an equal class was not compared by."""
+
+    def save(self, case: Case, folder: Path) -> Any:
+        """Writes a checkpoint, and returns the model of transformers. Where its parts have configs
+        of their own that are large by default, they are made small one by one."""
+        changes = CHANGES.get(case.mapping, {})
+        options = {"architecture": case.architecture}
+        try:
+            return recipes.save(
+                case.model_type, folder, decodes=case.mapping == "causal", **options, **changes
+            )
+        except Exception:
+            config = audio.tiny_config(case.model_type)
+            for name, value in changes.items():
+                setattr(config, name, value)
+            return recipes.save(case.model_type, folder, config=config, **options)
+
+
+class Generation(Run):
+    """Classes that continue prompts."""
+
+    options: Mapping[str, Any] = STEPS
+    allowed: list[int] | None = None
+    """Tokens that an output may have; None: all."""
+
+    def plain(self, model: Any) -> None:
+        """Raises what transformers raises where it cannot run it."""
+        self.logits(model, 1, [5, 6, 7])
+
+    @torch.inference_mode()
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        """[T, V] of the prompt `index` and what follows it, by transformers alone."""
+        found: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return found
+
+    def request(self, prompt: list[int]) -> Any:
+        return {"prompt_token_ids": prompt}
+
+    def engine(self, folder: Path) -> list[Any]:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=recipes.VOCAB_SIZE,
+            allowed_token_ids=self.allowed,
+        )
+        # Tokens that a checkpoint forces or forbids are not the model's.
+        options = {"max_logprobs": recipes.VOCAB_SIZE, "generation_config": "none"}
+        with LLM(str(folder), **{**options, **OPTIONS, **self.options}) as llm:
+            outputs = llm.generate(
+                [self.request(prompt) for prompt in prompts()], params, use_tqdm=False
+            )
+        return list(outputs)
+
+    def compare(self, model: Any, ours: list[Any]) -> None:
+        for index, (prompt, output) in enumerate(zip(prompts(), ours, strict=True)):
+            (completion,) = output.outputs
+            tokens = list(completion.token_ids)
+            start = self.start(prompt, output)
+            logits = self.logits(model, index, start + tokens)
+            reference = torch.log_softmax(logits[len(start) - 1 : -1], dim=-1)
+            assert_same_logits(logprobs_of(completion, recipes.VOCAB_SIZE), reference)
+            if self.allowed is not None:
+                reference = reference[:, self.allowed]
+            assert_same_tokens(tokens, reference)
+
+    def start(self, prompt: list[int], output: Any) -> list[int]:
+        """The decoder's tokens before its first output."""
+        return list(output.prompt_token_ids)
+
+
+class ImageText(Generation):
+    """Classes that read pictures: each prompt has one, two of them two, and the first none."""
+
+    options = {
+        **STEPS,
+        "max_num_batched_tokens": 96,
+        "max_model_len": 256,
+        "renderer": "given_pictures",
+        "plugins": [Given()],
+    }
+    """A step takes a picture whole."""
+    allowed = list(range(FIRST_SPECIAL))
+    """No tokens of pictures, for which there would be none."""
+    modality = "image"
+
+    def save(self, case: Case, folder: Path) -> Any:
+        config = images.tiny_config(case.model_type)
+        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        self.pictures = []
+        self.token = FIRST_SPECIAL
+        self.note = ""
+        try:
+            images.logits(model, torch.tensor([5, 6, 7]), [])
+            self.token = images.image_token(model.config.to_dict())
+            self.pictures = [images.picture(model, seed) for seed in range(2)]
+        except ValueError:
+            # Some are listed as models of text, too.
+            if case.architecture not in MAPPINGS["causal"].values():
+                raise
+            self.note = "text alone"
+        else:
+            (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
+            longest = max(len(picture["input_ids"]) for picture in self.pictures)
+            self.options = {**ImageText.options, **(WIDE if longest > MOST_TOKENS else {})}
+        return model
+
+    def plain(self, model: Any) -> None:
+        """Was done when it was saved."""
+
+    def given(self, index: int) -> list[dict[str, torch.Tensor]]:
+        return self.pictures[: index % 3]
+
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        return images.logits(model, torch.tensor(tokens), self.given(index), MAX_TOKENS)
+
+    def request(self, prompt: list[int]) -> Any:
+        index = prompts().index(prompt)
+        arrays = [
+            {name: array.numpy() for name, array in picture.items()}
+            for picture in self.given(index)
+        ]
+        tokens = [3 + token % (FIRST_SPECIAL - 3) for token in prompt]
+        # Some code takes pictures without a token between them for one.
+        places = [token for number in range(len(arrays)) for token in (self.token, 4 + number)]
+        return {
+            "prompt_token_ids": [*tokens[:1], *places, *tokens[1:]],
+            "multi_modal_data": {self.modality: arrays},
+        }
+
+
+class Hearing(ImageText):
+    """Classes that hear: a decoder whose prompts have recordings, as `ImageText` has pictures; or
+    one whose encoder reads a recording for each prompt; or none, which labels frames."""
+
+    modality = "audio"
+    options = {**ImageText.options, "max_num_batched_tokens": 320}
+
+    def save(self, case: Case, folder: Path) -> Any:
+        config = audio.tiny_config(case.model_type)
+        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        self.note = ""
+        self.encodes = model.config.is_encoder_decoder
+        self.token = audio.audio_token(model) or FIRST_SPECIAL
+        first = audio.sound(model)
+        count = len(first["input_ids"]) if "input_ids" in first else None
+        self.pictures = [first, audio.sound(model, 1, count)]
+        extractor = {"feature_size": audio.MELS, "chunk_length": audio.FRAMES // 100}
+        (folder / "preprocessor_config.json").write_text(json.dumps(extractor), encoding="utf-8")
+        return model
+
+    def given(self, index: int) -> list[dict[str, torch.Tensor]]:
+        return [self.pictures[index % 2]] if self.encodes else super().given(index)
+
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        return audio.logits(model, torch.tensor(tokens), self.given(index))
+
+    def request(self, prompt: list[int]) -> Any:
+        if not self.encodes:
+            return super().request(prompt)
+        (arrays,) = self.given(prompts().index(prompt))
+        name = "input_features" if "input_features" in arrays else "input_values"
+        return {
+            "encoder_prompt": {"features": arrays[name][0].numpy()},
+            "decoder_prompt": {"prompt_token_ids": [3]},
+        }
+
+
+class EncoderDecoder(Generation):
+    """Classes whose encoder reads the prompt."""
+
+    options = {**STEPS, "max_encoder_len": 64}
+
+    @torch.inference_mode()
+    def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(
+            input_ids=torch.tensor([prompts()[index]]),
+            decoder_input_ids=torch.tensor([tokens]),
+            use_cache=False,
+        ).logits
+        return found[0].float()
+
+    def request(self, prompt: list[int]) -> Any:
+        return {
+            "encoder_prompt": {"prompt_token_ids": prompt},
+            "decoder_prompt": {"prompt_token_ids": [3]},
+        }
+
+    def start(self, prompt: list[int], output: Any) -> list[int]:
+        return [3]
+
+
+class Pooling(Run):
+    """Classes that give hidden states or logits of a prompt."""
+
+    params = PoolingParams(task="token_embed", normalize=False)
+    end: tuple[int, ...] = ()
+    """Tokens after each prompt."""
+
+    def plain(self, model: Any) -> None:
+        self.vectors(model, [5, 6, 7, *self.end])
+
+    @torch.inference_mode()
+    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        """[T, H], or [labels], of a prompt by transformers alone."""
+        found: torch.Tensor = model.base_model(torch.tensor([tokens]))[0]
+        return found[0].float()
+
+    def engine(self, folder: Path) -> list[torch.Tensor]:
+        with LLM(str(folder), **OPTIONS) as llm:
+            outputs = llm.encode(
+                [{"prompt_token_ids": [*prompt, *self.end]} for prompt in prompts()],
+                self.params,
+                use_tqdm=False,
+            )
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+        return [torch.tensor(output.outputs.data) for output in outputs]
+
+    def compare(self, model: Any, ours: list[torch.Tensor]) -> None:
+        for prompt, found in zip(prompts(), ours, strict=True):
+            reference = self.vectors(model, [*prompt, *self.end])
+            assert found.shape == reference.shape, (
+                f"shape {list(found.shape)}, not {list(reference.shape)}"
+            )
+            difference = (found - reference).abs().max().item()
+            allowed = TOLERANCE * max(1.0, reference.abs().max().item())
+            assert difference <= allowed, f"vectors differ by {difference:.3g}"
+
+
+class Classification(Pooling):
+    """Classes with a classifier of sequences."""
+
+    params = PoolingParams(task="classify", use_activation=False)
+    end = (0,)
+    """Encoder-decoder classifiers read the end of the text."""
+
+    @torch.inference_mode()
+    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([tokens])).logits
+        return found[0].float()
+
+
+RUNS: Mapping[str, Any] = {
+    "causal": Generation(),
+    "image-text": ImageText(),
+    "encoder-decoder": EncoderDecoder(),
+    "masked": Pooling(),
+    "embedding": Pooling(),
+    "classification": Classification(),
+    "speech": Hearing(),
+    "CTC": Hearing(),
+}
+
+
+def run_of(case: Case) -> Any:
+    """How a class is compared."""
+    if case.mapping == "encoder-decoder" and case.model_type in audio.LANGUAGE_MODELS:
+        return RUNS["speech"]
+    return RUNS[case.mapping]
+
+
+def brief(error: BaseException) -> str:
+    """One line of an error."""
+    text = " ".join(str(error).split())
+    text = without_folders(text)
+    return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
+
+
+def reason_of(error: ToolkitError) -> str:
+    """Why the engine refuses a checkpoint: the reason of the fallback for such a class, if there is
+    one."""
+    text = " ".join(str(error).split())
+    refused = re.findall(r"The fallback '\w+' cannot run it: (.*?)\. (?=[A-Z`])", text)
+    for_it = [reason for reason in refused if not _OF_OTHERS.search(reason)]
+    return without_folders((for_it or refused[-1:] or [text])[0])[:160]
+
+
+_OF_OTHERS = re.compile(
+    r"is not an? (causal|model of|encoder-decoder|text encoder)|it is an encoder-decoder model"
+    r"|is a model of text, which"
+)
+"""Reasons of fallbacks for other kinds of classes."""
+
+
+def without_folders(text: str) -> str:
+    return re.sub(r"(?<=\s)/\S+/", "", re.sub(r"'/[^']*'", "...", text))
