@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from lora_adapters import PROMPT
@@ -11,6 +14,8 @@ from toolkit_lm.events import RequestEvent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_lora.front import LoRARequest
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "plugins" / "threads"))
+THREADS = importlib.import_module("toolkit_lm_threads")
 NAMES = ("all", None, "invoked", "dora", "saved")
 CHUNKED = {"max_num_batched_tokens": 24, "max_num_seqs": 24, "block_size": 4}
 TIGHT = {**CHUNKED, "num_kv_blocks": 32}
@@ -21,6 +26,18 @@ WAYS = {
     "preempted": {**TIGHT, "preemption_mode": "recompute"},
     "swapped": {**TIGHT, "preemption_mode": "swap", "swap_memory": "8MiB"},
     "overlapping": {"overlap": True, **CHUNKED},
+}
+
+TURNS = {
+    "drafts": {"drafter": "ngram"},
+    "stages": {"plugins": [THREADS], "executor": "threads", "pipeline_parallel_size": 2},
+    "stages, preempted": {
+        **TIGHT,
+        "plugins": [THREADS],
+        "executor": "threads",
+        "pipeline_parallel_size": 2,
+    },
+    "drafts, overlapping": {"drafter": "ngram", "overlap": True, **CHUNKED},
 }
 
 
@@ -68,6 +85,14 @@ def test_each_way_gives_what_each_adapter_gives_alone(adapters, alone, way):
         for names in (NAMES, NAMES[::-1]):
             assert ask(adapters, llm, names) == [alone[name] for name in names]
     assert bool(counts.preempted) == (way in ("preempted", "swapped"))
+
+
+@pytest.mark.parametrize("way", TURNS)
+def test_adapters_take_turns(adapters, alone, way):
+    """One adapter has rows of a step, of four that run."""
+    names = (*NAMES, *NAMES)
+    with adapters.llm({"max_adapters": 1}, **TURNS[way]) as llm:
+        assert ask(adapters, llm, names) == [alone[name] for name in names]
 
 
 def test_grammars_and_drafts():

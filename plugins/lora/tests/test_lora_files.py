@@ -11,7 +11,7 @@ import pytest
 from lora_adapters import Adapters
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.files import AdapterConfig, AdapterFolder
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -163,3 +163,20 @@ def test_adapters_that_do_not_fit(adapters, llm, tmp_path):
     adapters.paths["wide"] = folder
     [found] = adapters.ask(llm, "wide")
     assert "has rank 16, and the option max_rank of the plugin lora is 8" in found.error
+
+
+def test_layers_pattern():
+    for pattern, wanted in (("layers", True), ("blocks|layers", True), ("h", False), (None, True)):
+        config = AdapterConfig(
+            peft_type="LORA",
+            target_modules=["q_proj"],
+            layers_to_transform=[0],
+            layers_pattern=pattern,
+        )
+        assert config.targets("model.layers.0.self_attn.q_proj") == wanted
+        assert not config.targets("model.layers.1.self_attn.q_proj")
+
+
+def test_a_pattern_that_takes_long_is_matched_all_the_same():
+    config = AdapterConfig(peft_type="LORA", target_modules="(a+)+b", rank_pattern={"(a+)+b": 2})
+    assert not config.targets("a" * 60) and config.rank("a" * 60) == 8

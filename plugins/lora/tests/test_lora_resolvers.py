@@ -3,88 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import shutil
 import sys
 import time
 import types
-from contextlib import asynccontextmanager
-from pathlib import Path
 
-import httpx
 import pytest
-from lora_adapters import FORMS, PROMPT, Adapters
-from toolkit_lm import AsyncLLM
+from lora_served import BODY, ROOT, THREADS, figures, post, served, tokens
+from safetensors.torch import load_file, save_file
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_lora.flags import translate_flags
 from toolkit_lm_lora.front import LoraRequests
 from toolkit_lm_lora.resolvers import AdapterResolverRegistry, FolderResolver
-from toolkit_lm_server.app import create_app
-from toolkit_lm_server.metrics import Metrics
-from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_lora.share import Counts
 
-ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hooks" / "toolkit_register_adapter_resolvers.md"
-sys.path.insert(0, str(ROOT / "tests" / "plugins" / "adapter_catalog"))
-CATALOG = importlib.import_module("adapter_catalog")
-BODY = {
-    "prompt": PROMPT,
-    "max_tokens": 8,
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    forms = {name: FORMS["llama"][name] for name in ("all", "rslora")}
-    return Adapters(tmp_path_factory.mktemp("resolvers"), "llama", forms)
-
-
-@pytest.fixture
-def folder(adapters, tmp_path):
-    made = tmp_path / "adapters"
-    for name in ("all", "rslora"):
-        shutil.copytree(adapters.paths[name], made / name)
-    return made
-
-
-@asynccontextmanager
-async def served(adapters, own, catalog="", keys=None, **server):
-    """A client of an app with metrics, and its engine."""
-    options = {"lora": own, "adapter_catalog": {"file": str(catalog)}}
-    plugins = Plugins.load(PluginsConfig(plugin_option=options), extra=[CATALOG])
-    config = VllmConfig.make(
-        model=str(adapters.checkpoint),
-        engine_process=False,
-        num_kv_blocks=256,
-        block_size=16,
-        max_model_len=128,
-        dtype="float32",
-        served_model_name=["base"],
-        plugin_option=options,
-    )
-    if keys is not None:
-        server["api_keys_file"] = str(keys)
-    async with AsyncLLM(config=config, plugins=plugins) as engine:
-        metrics = Metrics(names="vllm")
-        app = create_app(engine, ServerOptions(admin_routes=True, **server), metrics=metrics)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            yield client, engine
-
-
-async def post(client, path, status, text="", key=None, **body):
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    answer = await client.post(path, json=body, headers=headers)
-    assert answer.status_code == status, answer.text
-    assert text in answer.text
-    return answer
 
 
 def test_toolkit_register_adapter_resolvers(monkeypatch, tmp_path):
@@ -104,20 +41,20 @@ def test_toolkit_register_adapter_resolvers(monkeypatch, tmp_path):
 
 
 @pytest.mark.anyio
-async def test_another_plugins_resolver(adapters, tmp_path):
+async def test_another_plugins_resolver(two_adapters, tmp_path):
     """It is asked for names that are not registered; its exceptions have the status 503."""
     catalog = tmp_path / "catalog"
     body = {**BODY, "model": "other"}
-    async with served(adapters, {"enabled": True}, catalog) as (client, _):
+    async with served(two_adapters, {"enabled": True}, catalog) as (client, _):
         answer = await post(client, "/v1/completions", 503, "FileNotFoundError", **body)
         assert "the adapter resolver 'catalog' has failed" in answer.text
         assert answer.json()["error"]["code"] == "adapter_resolver_failed"
         assert "retry-after" in answer.headers
-        catalog.write_text(f"other {adapters.paths['rslora']}\nbad /nowhere\n")
+        catalog.write_text(f"other {two_adapters.paths['rslora']}\nbad /nowhere\n")
         assert (await client.get("/v1/models/other")).status_code == 404
         answer = await post(client, "/v1/completions", 200, **body)
         found = answer.json()["choices"][0]["token_ids"]
-        assert found == adapters.expected["rslora"].tokens
+        assert found == two_adapters.expected["rslora"].tokens
         assert (await client.get("/v1/models/other")).json()["parent"] == "base"
         answer = await post(
             client, "/v1/completions", 404, "'nobody'", **body | {"model": "nobody"}
@@ -141,7 +78,18 @@ def test_folders_that_lead_out_are_no_adapters(folder, tmp_path):
         VllmConfig.make(model="tiny"), options=types.SimpleNamespace(folder=str(folder))
     )
     assert resolver.names() == ["all", "inner", "rslora"]
-    for name in ("link", "half", "../outside", ".", "..", "", "a\0b", "x" * 5000, str(outside)):
+    for name in (
+        "link",
+        "half",
+        "../outside",
+        ".",
+        "..",
+        "",
+        "a\0b",
+        "x" * 5000,
+        str(outside),
+        str(folder / "all"),
+    ):
         assert resolver.resolve(name) is None, name
     assert resolver.resolve("inner") == folder / "inner"
 
@@ -158,11 +106,11 @@ def write_keys(path):
 
 
 @pytest.mark.anyio
-async def test_keys_limited_to_adapters(adapters, folder, tmp_path):
+async def test_keys_limited_to_adapters(two_adapters, folder, tmp_path):
     """No route and no error tells a key of the adapters of another, or lets it use them."""
     keys = write_keys(tmp_path / "keys.yaml")
     shutil.copytree(folder / "all", folder / "alice-new")
-    async with served(adapters, {"folder": str(folder)}, keys=keys) as (client, _):
+    async with served(two_adapters, {"folder": str(folder)}, keys=keys) as (client, _):
 
         async def models(key):
             answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
@@ -212,24 +160,11 @@ async def test_keys_limited_to_adapters(adapters, folder, tmp_path):
         assert "alice-x" not in answer.json()["loaded_adapters"]
 
 
-async def figures(client, key=None):
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    text = (await client.get("/metrics", headers=headers)).text
-    lines = [line for line in text.splitlines() if "lora" in line and line[0] != "#"]
-    [info] = [line for line in lines if "requests_info" in line]
-    numbers = {
-        line.partition("{")[0].removeprefix("toolkit_lm_lora_"): float(line.split()[-1])
-        for line in lines
-        if line is not info and "_created" not in line
-    }
-    return info, numbers
-
-
 @pytest.mark.anyio
-async def test_figures(adapters, folder, tmp_path):
+async def test_figures(two_adapters, folder, tmp_path):
     keys = write_keys(tmp_path / "keys.yaml")
     own = {"folder": str(folder), "max_host_adapters": 1, "max_adapters": 1}
-    async with served(adapters, own, keys=keys) as (client, _):
+    async with served(two_adapters, own, keys=keys) as (client, _):
         info, numbers = await figures(client, "O")
         assert 'max_lora="1"' in info and info.startswith("vllm:lora_requests_info{")
         assert numbers["registered"] == 2 and numbers["resident"] == numbers["loads_total"] == 0
@@ -250,17 +185,23 @@ async def test_figures(adapters, folder, tmp_path):
         assert numbers["hits_total"] >= 1 and numbers["loads_total"] >= 2
         assert numbers["resident"] >= 1 and numbers["resident_bytes"] > 0
         assert numbers["load_seconds_total"] > 0
+        # A limited key is not told how many adapters of others there are.
+        assert (await figures(client, "A"))[1]["registered"] == 1
+        for key in ("A", "N"):
+            _, numbers = await figures(client, key)
+            assert {*numbers} == {"registered", "resident", "resident_bytes"}
+        assert numbers["registered"] == numbers["resident"] == numbers["resident_bytes"] == 0
 
 
 @pytest.mark.anyio
-async def test_what_is_refused_is_not_in_memory(adapters, folder):
+async def test_what_is_refused_is_not_in_memory(two_adapters, folder):
     """Neither files over the limit, nor what fails half-way. Others are unharmed."""
     size = max((folder / name / "adapter_model.safetensors").stat().st_size for name in ("all",))
     own = {"folder": str(folder), "max_file_gib": (size + 1) / 2**30, "max_rank": 8}
-    big = adapters.save(folder / "big", r=8, target_modules="all-linear")
+    big = two_adapters.save(folder / "big", r=8, target_modules="all-linear")
     assert (big / "adapter_model.safetensors").stat().st_size > size
-    (adapters.save(folder / "wide", r=16, target_modules=["q_proj"], layers_to_transform=[0]))
-    async with served(adapters, own) as (client, _):
+    (two_adapters.save(folder / "wide", r=16, target_modules=["q_proj"], layers_to_transform=[0]))
+    async with served(two_adapters, own) as (client, _):
         load = "/v1/load_lora_adapter"
         await post(client, load, 400, "max_file_gib", lora_name="x", lora_path="big")
         await post(client, "/v1/completions", 400, "max_file_gib", **BODY, model="big")
@@ -275,12 +216,32 @@ async def test_what_is_refused_is_not_in_memory(adapters, folder):
         assert numbers["resident"] == 1
 
 
-def test_a_thousand_registered_adapters_cost_nothing_at_the_start(adapters, tmp_path):
+@pytest.mark.anyio
+async def test_what_one_stage_refuses_is_in_no_memory(two_adapters, folder):
+    """A load fails half-way: the first stage has read its share, and drops it."""
+    two_adapters.save(folder / "half", target_modules=["q_proj"])
+    weights = folder / "half" / "adapter_model.safetensors"
+    found = load_file(weights)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    save_file({**found, name: found[name][:2].contiguous()}, weights)
+    engine = {"executor": "threads", "pipeline_parallel_size": 2}
+    own = {"folder": str(folder)}
+    async with served(two_adapters, own, extra=[THREADS], engine=engine) as (client, running):
+        load = "/v1/load_lora_adapter"
+        await post(client, load, 400, "needs [64, 4]", lora_name="x", lora_path="half")
+        await post(client, "/v1/completions", 404, "'x'", **BODY, model="x")
+        counts = await running.call_workers("lora.counts", None, Counts)
+        assert [each.resident for each in counts] == [{}, {}]
+        await post(client, load, 200, lora_name="x", lora_path="all")
+        assert await tokens(client, "x") == two_adapters.expected["all"].tokens
+
+
+def test_a_thousand_registered_adapters_cost_nothing_at_the_start(two_adapters, tmp_path):
     """Files are read when a request names them."""
     root = tmp_path / "many"
     for number in range(1000):
         (root / f"a{number}").mkdir(parents=True)
-        for path in adapters.paths["all"].iterdir():
+        for path in two_adapters.paths["all"].iterdir():
             os.link(path, root / f"a{number}" / path.name)
     plugins = Plugins.load(PluginsConfig(plugin_option={"lora": {"folder": str(root)}}))
     start = time.thread_time()
@@ -293,10 +254,13 @@ def test_a_thousand_registered_adapters_cost_nothing_at_the_start(adapters, tmp_
 
 
 def test_flags():
-    assert translate_flags(["tiny", "--lora-dir", "x", "--lora-pin=a,b"], ()) == [
+    assert translate_flags(
+        ["tiny", "--lora-dir", "x", "--lora-pin=a,b", "--lora-merge", "f"], ()
+    ) == [
         "tiny",
         *("--plugin-option", "lora.folder=x"),
         *("--plugin-option", "lora.pinned=a,b"),
+        *("--plugin-option", "lora.merge=f"),
     ]
     assert translate_flags(["--", "--lora-dir"], ()) == ["--", "--lora-dir"]
     for words in (["--lora-dir"], ["--lora-dir", "--port"], ["--lora-pin="]):

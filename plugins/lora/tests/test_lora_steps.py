@@ -80,7 +80,7 @@ def test_quantized_bases(adapters, quantization):
 def test_more_adapters_than_memory(adapters):
     """Adapters are dropped and read again, with overlapping steps, too."""
     for overlap in (False, True):
-        own = {"max_adapters": 2, "max_host_adapters": 1, "max_wait_seconds": 0}
+        own = {"max_adapters": 2, "max_host_adapters": 1}
         with adapters.llm(own, overlap=overlap) as llm:
             names = ["all", "rslora", "dora", "bias", None] * 2
             for name, found in zip(names, adapters.ask(llm, *names), strict=True):

@@ -32,7 +32,7 @@ def tensors_of(file: GGUFFile, *, quantized: bool) -> Iterator[tuple[str, Tensor
         place = _place(file, family, name)
         tensor = _mapped(info)
         if family.is_permuted and place.stem in heads:
-            tensor = _in_halves(tensor, heads[place.stem])
+            tensor = in_halves(tensor, heads[place.stem])
         if family.norms_plus_one and place.stem.endswith("norm"):
             tensor = tensor.float() - 1
         if not place.is_stacked:
@@ -62,6 +62,11 @@ def _place(file: GGUFFile, family: Family, name: str) -> Place:
     return place
 
 
+def floats(info: TensorInfo) -> Tensor:
+    """A tensor of the mapped file, in floats."""
+    return _converted(info, _mapped(info), quantized=False)
+
+
 def _mapped(info: TensorInfo) -> Tensor:
     """Blocks, or floats, of the mapped file."""
     raw = torch.frombuffer(info.data, dtype=torch.uint8, count=info.num_bytes, offset=info.start)
@@ -78,7 +83,7 @@ def _converted(info: TensorInfo, tensor: Tensor, quantized: bool) -> Tensor:
     return decode(info.type, tensor).dequantized()
 
 
-def _in_halves(tensor: Tensor, heads: int) -> Tensor:
+def in_halves(tensor: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys [heads * size, ...]: of each head, pairs (0, size / 2), (1, size / 2
     + 1), ... -> first half, second half."""
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).flatten(0, 2)

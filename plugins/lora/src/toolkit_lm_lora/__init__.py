@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from toolkit_lm_lora import hookspecs
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from toolkit_lm.config import VllmConfig
+    from toolkit_lm.model import Model
     from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
     from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
@@ -34,7 +35,8 @@ class Options(Struct, frozen=True):
     folder: str | None = None
     """Folder whose folders are adapters, by their names."""
     max_adapters: Annotated[int, Meta(ge=1)] = 8
-    """Most adapters that a step may have rows of."""
+    """Most adapters that a step may have rows of. Where requests run with more, these take
+    turns."""
     max_rank: Annotated[int, Meta(ge=1)] = 256
     """Greatest rank of an adapter."""
     max_host_adapters: Annotated[int, Meta(ge=1)] = 256
@@ -49,8 +51,16 @@ class Options(Struct, frozen=True):
     pinned: list[str] | str = []
     """Names of adapters that stay in memory once they are read: a list; also in JSON, or with
     commas."""
-    max_wait_seconds: Annotated[float, Meta(ge=0)] = 0.5
-    """Seconds after which a waiting adapter makes others give way."""
+    modalities: list[str] | str = []
+    """Adapters of requests that have items of media and name no adapter: a list of MODALITY=NAME,
+    such as audio=asr; also in JSON, or with commas."""
+    merge: list[str] | str = []
+    """Adapters to merge into the weights at the start: a list of FOLDER or FOLDER=SCALE; also in
+    JSON, or with commas."""
+    merge_dir: str | None = None
+    """Folder for merged checkpoints. None: `toolkit_lm/merged` in the user's cache folder."""
+    merge_gib: Annotated[float, Meta(ge=0)] = 64.0
+    """Most GiB of merged checkpoints that are kept."""
 
 
 class LoraParams(ProcessorParams):
@@ -61,12 +71,26 @@ class LoraParams(ProcessorParams):
         list[dict[str, Any]] | None,
         param("Adapters that are added: [{'name': ..., 'scale': ...}].", max_items=16),
     ] = None
+    lora: Annotated[
+        list[dict[str, Any]] | None,
+        param(
+            "The same as llama.cpp has it, by numbers of /lora-adapters: [{'id': ..., "
+            "'scale': ...}].",
+            max_items=16,
+        ),
+    ] = None
+    lora_path: Annotated[
+        str | None, param("Name of the adapter, as SGLang has it.", max_length=256)
+    ] = None
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
         from toolkit_lm_lora.enabled import is_enabled, refusal
 
         if not is_enabled(renderer.config):
-            raise refusal("adapters" if self.adapter is None else "adapter")
+            for name in ("adapter", "adapters", "lora", "lora_path"):
+                if getattr(self, name):
+                    raise refusal(name)
+            return None
         return super().prepare(renderer)
 
 
@@ -83,6 +107,15 @@ def toolkit_register_adapter_resolvers(resolvers: AdapterResolverRegistry) -> No
 @hookimpl(optionalhook=True)
 def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
     flag_names.add("lora", "toolkit_lm_lora.flags:translate_flags")
+
+
+@hookimpl
+def toolkit_configure(config: VllmConfig, options: Options) -> VllmConfig | None:
+    if not options.merge:
+        return None
+    from toolkit_lm_lora.merged import merged
+
+    return merged(config, options)
 
 
 @hookimpl
@@ -121,6 +154,19 @@ def toolkit_register_routes(
     from toolkit_lm_lora.routes import add_routes
 
     return add_routes(router, engine, api)
+
+
+@hookimpl(optionalhook=True)
+def toolkit_explain(
+    config: VllmConfig, models: Sequence[Model], options: Options
+) -> Mapping[str, Sequence[str]] | None:
+    from toolkit_lm_lora.enabled import is_enabled
+
+    if not is_enabled(config):
+        return None
+    from toolkit_lm_lora.explaining import explain
+
+    return explain(config, models, options)
 
 
 @hookimpl(optionalhook=True)

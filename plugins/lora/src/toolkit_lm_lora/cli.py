@@ -53,5 +53,5 @@ def merge_adapter(
     """Write a checkpoint with an adapter merged into its weights."""
     from toolkit_lm_lora.merging import merge
 
-    changed = merge(config, plugins, adapter, out)
+    changed = merge(config, plugins, [(adapter, 1.0)], out)
     typer.echo(f"{out}: {changed} tensors are changed.")

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 from toolkit_lm.errors import CheckpointError, in_plain_words
+from toolkit_lm_weights.patterns import PatternError, ends, matches, parsed
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -25,6 +26,11 @@ _MOST_HEADER = 64 << 20
 """Most bytes of a safetensors header."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base model's weights: the adapter fits no other ones."""
+_LANGUAGE = re.compile(
+    r"base_model\.model\.(?:model\.)?"
+    r"(?:language_model\.|layers\.\d|norm\.|embed_tokens\.|lm_head\.)"
+)
+"""Names of tensors that belong to a language model, and to no encoder of media."""
 _REFUSED = (
     "layer_replication",
     "use_qalora",
@@ -100,8 +106,10 @@ class AdapterConfig(Struct, kw_only=True):
             return False
         if self.exclude_modules and _matches(self.exclude_modules, module):
             return False
-        if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save or ()):
-            return False
+        starts = _starts(module)
+        for name in self.modules_to_save or ():
+            if any(module[end : end + 1] in ("", ".") for end in ends(name, module, starts)):
+                return False
         if not _matches(self.target_modules, module):
             return False
         if self.layers_to_transform is None or isinstance(self.target_modules, str):
@@ -109,8 +117,10 @@ class AdapterConfig(Struct, kw_only=True):
         wanted = self.layers_to_transform
         patterns = self.layers_pattern or [r"[^.]*"]
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-                return int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+            for start in starts:
+                for end in sorted(ends(pattern, module, [start])):
+                    if found := re.match(r"\.(\d+)\.", module[end:]):
+                        return int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
         return False
 
 
@@ -162,6 +172,12 @@ class AdapterFolder:
         return not (config.use_dora or self.replaces)
 
     @property
+    def may_change_media(self) -> bool:
+        """Whether the adapter may change what a model makes of pictures and sounds: a tensor's name
+        is not one of a language model's."""
+        return not all(map(_LANGUAGE.match, self.tensors))
+
+    @property
     def replaces(self) -> bool:
         """Whether the adapter has parameters in place of the model's own."""
         config = self.config
@@ -211,8 +227,8 @@ class AdapterFolder:
             )
         for pattern in config.patterns():
             try:
-                re.compile(pattern)
-            except re.error as error:
+                parsed(pattern)
+            except PatternError as error:
                 raise CheckpointError(f"{path}: {pattern!r} is no pattern: {error}.") from error
         for name in _REFUSED:
             if raw.get(name):
@@ -272,12 +288,17 @@ class AdapterFolder:
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if len(module) in ends(pattern, module, _starts(module)):
             return value
     return default
 
 
 def _matches(names: list[str] | str, module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return matches(names, module)
     return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _starts(module: str) -> list[int]:
+    """Positions at which the parts of a module's name begin."""
+    return [0, *(at + 1 for at, character in enumerate(module) if character == ".")]

@@ -1,4 +1,4 @@
-"""The plugin's own flags in a command line: `--lora-dir` and `--lora-pin`."""
+"""The plugin's own flags in a command line: `--lora-dir`, `--lora-pin` and `--lora-merge`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from toolkit_lm.errors import ConfigError
 
-_OPTIONS = {"--lora-dir": "folder", "--lora-pin": "pinned"}
+_OPTIONS = {"--lora-dir": "folder", "--lora-pin": "pinned", "--lora-merge": "merge"}
 
 
 def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Raw, Struct, msgpack
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
@@ -17,8 +16,10 @@ from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
 from toolkit_lm_serving import ADAPTERS
 
-from toolkit_lm_lora.enabled import KEYWORDS
+from toolkit_lm_lora.enabled import KEYWORDS, own_adapter
 from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.listed import listed
+from toolkit_lm_lora.numbers import Numbers
 from toolkit_lm_lora.resolvers import (
     AdapterResolver,
     AdapterResolverRegistry,
@@ -28,6 +29,8 @@ from toolkit_lm_lora.resolvers import (
 from toolkit_lm_lora.share import Use
 from toolkit_lm_lora.usage import Usage
 
+OWN = "audio"
+"""Name of the adapter that a checkpoint of a model that hears brings with it."""
 ADAPTER = "lora.adapter"
 """Key of a request's context: the name of its adapter, which was given as the model."""
 
@@ -83,19 +86,25 @@ class LoraRequests(RequestHalf):
         self.adapters: dict[str, Registered] = {}
         """By name."""
         self.usage = Usage()
+        self.numbers = Numbers()
+        self.scales: dict[str, float] = {}
+        """By name, adapters that requests have which name none, as operators have set them."""
         self._config = config
         self._served = {config.model.model, *config.served_model_names}
-        self._pinned = frozenset(_listed(options.pinned))
+        self._pinned = frozenset(listed(options.pinned, "pinned"))
         self._most_bytes = int(options.max_file_gib * 2**30)
         self._unloaded: frozenset[str] = frozenset()
         """Names that resolvers are not asked for, since they were unloaded."""
         self._locks: dict[str, threading.Lock] = {}
         """By name that is being resolved."""
-        for entry in _listed(options.modules):
-            name, found, path = entry.partition("=")
-            if not found or not name or not path:
-                raise ConfigError(f"plugin lora: option modules: {entry!r} is not NAME=PATH.")
+        self._of_media: dict[str, str] = {}
+        """By modality, the adapter of requests that have items of it and name none."""
+        if (own := own_adapter(config)) is not None:
+            self.register(OWN, str(own))
+            self._of_media["audio"] = OWN
+        for name, path in _pairs(options.modules, "modules", "NAME=PATH").items():
             self.register(name, path)
+        self._of_media |= _pairs(options.modalities, "modalities", "MODALITY=NAME")
         if options.folder is not None and not Path(options.folder).is_dir():
             raise ConfigError(f"plugin lora: option folder: there is no folder {options.folder}.")
 
@@ -178,6 +187,11 @@ class LoraRequests(RequestHalf):
         """An adapter that is not registered yet. Raises ConfigError as `register` does."""
         if name in self._served:
             raise ConfigError(f"adapter {name!r}: the model has this name.")
+        if path.endswith(".gguf"):
+            raise ConfigError(
+                f"adapter {name!r}: {path!r} is a GGUF file. Convert it: `toolkit lora convert "
+                f"{self._config.model.model} --adapter {path} --out FOLDER`"
+            )
         if not Path(path).is_dir():
             raise ConfigError(f"adapter {name!r}: there is no folder {path!r}.")
         return self._registered(name, path, pinned=pinned)
@@ -187,18 +201,20 @@ class LoraRequests(RequestHalf):
         unknown one."""
         known = self.adapters[name]
         self._unloaded |= {name}
+        self.scales = {key: scale for key, scale in self.scales.items() if key != name}
         self.adapters = {key: other for key, other in self.adapters.items() if key != name}
         return known
 
+    def numbered(self, allowed: Sequence[str] | None) -> dict[str, int]:
+        """The registered adapters that a client may use, with their numbers. `allowed`: patterns of
+        their names; None: all."""
+        return self.numbers.of(allowed, [name for name in self.adapters if _is_of(name, allowed)])
+
     def _find(self, name: str, allowed: Collection[str] | None) -> Registered:
         """`allowed`: patterns of the names that the client may use; None: all."""
-
-        def may_use(name: str) -> bool:
-            return allowed is None or any(fnmatchcase(name, pattern) for pattern in allowed)
-
-        known = self.resolve(name) if may_use(name) else None
+        known = self.resolve(name) if _is_of(name, allowed) else None
         if known is None:
-            near = nearest(name, filter(may_use, self.adapters))
+            near = nearest(name, [own for own in self.adapters if _is_of(own, allowed)])
             raise UnknownAdapterError(f"there is no adapter {name!r}. {near}", "adapter")
         return known
 
@@ -219,19 +235,15 @@ class LoraRequests(RequestHalf):
     def prepare(
         self, request: EngineRequest, arguments: Mapping[str, Any]
     ) -> tuple[Raw | None, list[CacheKey]]:
-        wanted: dict[str, float] = {}
-        for name in (arguments.get("adapter"), request.context.get(ADAPTER)):
-            if name is not None:
-                wanted[name] = 1.0
-        for entry in arguments.get("adapters") or ():
-            name, scale = self._checked(entry)
-            if name in wanted:
-                raise RequestError(f"adapters: {name!r} is there twice.", "adapters")
-            wanted[name] = scale
-        if not wanted:
-            return None, []
         patterns = request.context.get(ADAPTERS)
         allowed = None if patterns is None else patterns.split("\n")
+        wanted = self._wanted(arguments, request.context.get(ADAPTER), allowed)
+        if wanted is None:
+            # Operators choose them for all clients.
+            wanted = self._unnamed(request, allowed)
+            allowed = None
+        if not wanted:
+            return None, []
         known = {name: self._find(name, allowed) for name in wanted}
         token_ids = request.prompt_token_ids
         found = [
@@ -250,17 +262,35 @@ class LoraRequests(RequestHalf):
             keys.append(CacheKey(start, start + 1, f"lora {' '.join(names)}"))
         return Raw(msgpack.encode(uses)), keys
 
-    @staticmethod
-    def _checked(entry: Any) -> tuple[str, float]:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise RequestError("adapters: each must be {'name': ..., 'scale': ...}.", "adapters")
-        if unknown := entry.keys() - {"name", "scale"}:
-            raise RequestError(f"adapters: there is no {min(unknown)!r}.", "adapters")
-        scale = entry.get("scale", 1.0)
-        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        if not is_number or not -100 <= scale <= 100:
-            raise RequestError("adapters: scale must be a number from -100 to 100.", "adapters")
-        return entry["name"], float(scale)
+    def _wanted(
+        self, arguments: Mapping[str, Any], alias: str | None, allowed: Sequence[str] | None
+    ) -> dict[str, float] | None:
+        """Scales of the adapters that a request names, by name; None: it says nothing of them.
+        `alias`: the one that it has as its model."""
+        wanted: dict[str, float] = {}
+        for name in (arguments.get("adapter"), arguments.get("lora_path"), alias):
+            if name is not None:
+                wanted[name] = 1.0
+        entries = [_checked(entry) for entry in arguments.get("adapters") or ()]
+        if numbered := arguments.get("lora"):
+            names = {number: name for name, number in self.numbered(allowed).items()}
+            entries += [_named(entry, names) for entry in numbered]
+        for name, scale in entries:
+            if name in wanted:
+                raise RequestError(f"adapters: {name!r} is there twice.", "adapters")
+            wanted[name] = scale
+        if wanted or any(arguments.get(name) is not None for name in ("adapters", "lora")):
+            return wanted
+        return None
+
+    def _unnamed(self, request: EngineRequest, allowed: Sequence[str] | None) -> dict[str, float]:
+        """Scales of the adapters of a request that names none: of its media, and those that
+        operators have set."""
+        found = {name: scale for name, scale in self.scales.items() if _is_of(name, allowed)}
+        for feature in request.features:
+            if (name := self._of_media.get(feature.modality)) is not None:
+                found[name] = 1.0
+        return found
 
     def _use(self, registered: Registered, scale: float, token_ids: Sequence[int]) -> Use | None:
         """None: an aLoRA that the prompt does not invoke."""
@@ -278,15 +308,55 @@ class LoraRequests(RequestHalf):
         start = folder.config.first_token(token_ids)
         if start is None:
             return None
-        return Use(folder.digest, scale, name, str(folder.path), start, registered.pinned)
+        return Use(
+            folder.digest,
+            scale,
+            name,
+            str(folder.path),
+            start,
+            registered.pinned,
+            folder.may_change_media,
+        )
 
 
-def _listed(modules: list[str] | str) -> list[str]:
-    if not isinstance(modules, str):
-        return modules
-    if not modules.startswith("["):
-        return [entry.strip() for entry in modules.split(",")] if modules else []
-    try:
-        return msgspec.json.decode(modules, type=list[str])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"plugin lora: option modules: {error}.") from error
+def _is_of(name: str, allowed: Collection[str] | None) -> bool:
+    """Whether a client may use an adapter of that name."""
+    return allowed is None or any(fnmatchcase(name, pattern) for pattern in allowed)
+
+
+def _checked(entry: Any) -> tuple[str, float]:
+    """Name and scale of an entry of `adapters`. Raises RequestError."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise RequestError("adapters: each must be {'name': ..., 'scale': ...}.", "adapters")
+    if unknown := entry.keys() - {"name", "scale"}:
+        raise RequestError(f"adapters: there is no {min(unknown)!r}.", "adapters")
+    return entry["name"], checked_scale(entry.get("scale", 1.0), "adapters")
+
+
+def _named(entry: Any, names: Mapping[int, str]) -> tuple[str, float]:
+    """Name and scale of an entry of `lora`. Raises RequestError."""
+    if not isinstance(entry, Mapping) or entry.keys() != {"id", "scale"}:
+        raise RequestError("lora: each must be {'id': ..., 'scale': ...}.", "lora")
+    number = entry["id"]
+    if not isinstance(number, int) or isinstance(number, bool) or number not in names:
+        raise UnknownAdapterError(f"lora: /lora-adapters has no id {number!r:.40}.", "lora")
+    return names[number], checked_scale(entry["scale"], "lora")
+
+
+def checked_scale(scale: Any, param: str) -> float:
+    """A scale of an adapter. Raises RequestError."""
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not -100 <= scale <= 100:
+        raise RequestError(f"{param}: scale must be a number from -100 to 100.", param)
+    return float(scale)
+
+
+def _pairs(value: list[str] | str, option: str, form: str) -> dict[str, str]:
+    """An option of pairs. Raises ConfigError."""
+    made = {}
+    for entry in listed(value, option):
+        name, _, other = entry.partition("=")
+        if not name or not other:
+            raise ConfigError(f"plugin lora: option {option}: {entry!r} is not {form}.")
+        made[name] = other
+    return made

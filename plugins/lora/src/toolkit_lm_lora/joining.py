@@ -20,7 +20,7 @@ class Dora(NamedTuple):
     """DoRA of a layer, before ranks have added up the norms of their shares."""
 
     magnitude: Tensor
-    """[outputs]; negative: the output is not adapted."""
+    """[outputs]; NaN: the output is not adapted."""
     squares: Tensor
     """[outputs]: sum of squares of this rank's share of each row of W + B A."""
     high: Tensor
@@ -96,7 +96,7 @@ class Joining:
         weight = weight.detach().float().cpu()
         total = self._spec.shape[0]
         # Outputs without magnitudes keep theirs.
-        magnitude = torch.full((total,), -1.0)
+        magnitude = torch.full((total,), torch.nan)
         squares = torch.ones(total)
         for part, own in self._parts.items():
             if own.magnitude is None:

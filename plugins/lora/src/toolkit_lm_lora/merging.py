@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,9 +26,11 @@ _SHARD_BYTES = 4 << 30
 _LEFT_OUT = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
-def merge(config: VllmConfig, plugins: Plugins, adapter: Path, out: Path) -> int:
-    """Writes the checkpoint of `config` with `adapter` merged into it to the folder `out`. Returns
-    the number of tensors that it changed. Raises ToolkitError."""
+def merge(
+    config: VllmConfig, plugins: Plugins, adapters: Sequence[tuple[Path, float]], out: Path
+) -> int:
+    """Writes the checkpoint of `config` with adapters merged into it, each with a scale, to the
+    folder `out`. Returns the number of tensors that they changed. Raises ToolkitError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"the folder {str(out)!r} is there, and is not empty.")
     resolved = resolve(config.replace(device="cpu"), plugins)
@@ -42,18 +44,26 @@ def merge(config: VllmConfig, plugins: Plugins, adapter: Path, out: Path) -> int
     loader: CheckpointLoader = plugins.loaders.make(
         resolved.load.load_format, Path(resolved.checkpoint.source or folder)
     )
-    read = AdapterFolder(adapter)
-    if read.config.alora_invocation_tokens:
-        raise UnsupportedError(
-            f"adapter {str(adapter)!r} changes tokens from alora_invocation_tokens on, which "
-            "merged weights cannot do."
-        )
-    merging = _Merging(resolved.with_rank(0), plugins, loader, read)
+    names = set(loader.names())
+    dtypes: dict[str, torch.dtype] = {}
+    changed: set[str] = set()
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in loader:
+            dtypes[name] = tensor.dtype
+            yield name, tensor
+
+    tensors = stored()
+    for path, scale in adapters:
+        read = _checked(path, scale)
+        own = resolved.with_rank(0)
+        tensors = _Merging(own, plugins, names, read, scale, changed).tensors(tensors)
+    written = ((name, tensor.to(dtypes[name]).contiguous()) for name, tensor in tensors)
     staged = out.with_name(f".{out.name}.staged")
     shutil.rmtree(staged, ignore_errors=True)
     try:
         staged.mkdir(parents=True)
-        _write(merging.tensors(), staged)
+        _write(written, staged)
         for path in folder.iterdir():
             if path.is_file() and not path.name.endswith(_LEFT_OUT):
                 shutil.copy(path, staged / path.name)
@@ -62,7 +72,23 @@ def merge(config: VllmConfig, plugins: Plugins, adapter: Path, out: Path) -> int
         staged.rename(out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return merging.num_changed
+    return len(changed)
+
+
+def _checked(path: Path, scale: float) -> AdapterFolder:
+    """An adapter that weights can have. Raises ToolkitError."""
+    read = AdapterFolder(path)
+    if read.config.alora_invocation_tokens:
+        raise UnsupportedError(
+            f"adapter {str(path)!r} changes tokens from alora_invocation_tokens on, which merged "
+            "weights cannot do."
+        )
+    if scale != 1 and not read.is_additive:
+        raise UnsupportedError(
+            f"adapter {str(path)!r} has DoRA or parameters in the place of the model's: its scale "
+            "can only be 1."
+        )
+    return read
 
 
 class _Merging:
@@ -70,12 +96,16 @@ class _Merging:
         self,
         config: VllmConfig,
         plugins: Plugins,
-        loader: CheckpointLoader,
+        stored: set[str],
         folder: AdapterFolder,
+        scale: float,
+        changed: set[str],
     ) -> None:
-        self._loader = loader
+        """`stored`: names of the checkpoint's tensors. `changed`: names of those that adapters
+        change, which this one adds to."""
         self._folder = folder
-        stored = set(loader.names())
+        self._scale = scale
+        self._changed = changed
         with plugins.boundary:
             model = construct(
                 load_model_class(config, plugins), config, torch.device("meta"), plugins, stored
@@ -102,22 +132,22 @@ class _Merging:
             for prefix in self._reading.tokens
             if self._reading.layers[prefix].spec.tied_to is None
         }
-        self.num_changed = 0
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the merged checkpoint. Raises UnsupportedError for changes that it has no
-        tensor for."""
+    def tensors(self, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a checkpoint, changed, some of them in float32. Raises UnsupportedError
+        for changes that it has no tensor for."""
         modules = {
             f"{path}.{suffix}": tensor
             for path, parameters in self._reading.adapter.modules.items()
             for suffix, tensor in parameters.items()
         }
-        for name, tensor in self._loader:
+        for name, tensor in stored:
             merged = modules.pop(name, None)
             if merged is None:
                 merged = self._merged(name, tensor)
-            self.num_changed += merged is not tensor
-            yield name, merged.to(tensor.dtype).contiguous()
+            if merged is not tensor:
+                self._changed.add(name)
+            yield name, merged
         left = [
             *modules,
             *(f"{prefix} ({kind})" for prefix, _, kind in sorted(self._left, key=str)),
@@ -158,7 +188,7 @@ class _Merging:
         self._left.discard((layer.prefix, part, "bias"))
         if change.replaces_bias:
             return change.shift[rows]
-        return tensor.float() + change.shift[rows]
+        return tensor.float() + self._scale * change.shift[rows]
 
     def _weighted(
         self, tensor: Tensor, change: Part, rows: slice, layer: LinearBase, part: int | None
@@ -170,7 +200,7 @@ class _Merging:
             weight = change.weight.float()[rows]
         elif change.low is not None and change.high is not None:
             low = change.low.float()
-            high = change.high.float()
+            high = self._scale * change.high.float()
             is_embedding = layer.spec.kind == "embedding"
             weight = weight + (low @ high.T if is_embedding else high[rows] @ low)
             if change.magnitude is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from toolkit_lm_server.caller import CALLER
 
-from toolkit_lm_lora.front import LoraRequests
+from toolkit_lm_lora.front import LoraRequests, Registered
 from toolkit_lm_lora.share import Counts
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class LoraFigures(Collector):
     """Adapters in memory, and which ones requests have. A key that is limited to some adapters is
-    told no other names."""
+    told no other names, not how many there are, and no counts of all of them."""
 
     def __init__(self, engine: ServingEngine, requests: LoraRequests) -> None:
         self._engine = engine
@@ -43,19 +43,20 @@ class LoraFigures(Collector):
         info.add_metric([str(self._requests.options.max_adapters), *names], time.time())
         yield info
         counts = self._counts
+        mine = [known for name, known in self._requests.adapters.items() if may_use(name)]
+        yield GaugeMetricFamily("toolkit_lm_lora_registered", "Names of adapters.", len(mine))
+        resident = [size for each in counts for size in self._sizes(each, mine)]
         yield GaugeMetricFamily(
-            "toolkit_lm_lora_registered", "Names of adapters.", len(self._requests.adapters)
-        )
-        yield GaugeMetricFamily(
-            "toolkit_lm_lora_resident",
-            "Adapters in the memory of workers.",
-            sum(len(each.resident) for each in counts),
+            "toolkit_lm_lora_resident", "Adapters in the memory of workers.", len(resident)
         )
         yield GaugeMetricFamily(
             "toolkit_lm_lora_resident_bytes",
             "Bytes of these, of one worker per engine.",
-            sum(sum(each.resident.values()) for each in counts),
+            sum(resident),
         )
+        if CALLER.get().adapters is not None:
+            # They are of all adapters together.
+            return
         yield CounterMetricFamily(
             "toolkit_lm_lora_hits",
             "Sequences that joined the batch while their adapter was in memory.",
@@ -74,3 +75,11 @@ class LoraFigures(Collector):
             "Seconds in which adapters were read, beside the steps.",
             sum(each.load_seconds for each in counts),
         )
+
+    @staticmethod
+    def _sizes(counts: Counts, mine: Iterable[Registered]) -> list[int]:
+        """Bytes of the adapters in memory: of a limited key, only of its own."""
+        if CALLER.get().adapters is None:
+            return [*counts.resident.values()]
+        digests = {known.known_digest for known in mine}
+        return [size for digest, size in counts.resident.items() if digest in digests]

@@ -82,6 +82,10 @@ class Replacement:
             found: Tensor = functional_call(module, own, (x,))
         else:
             found = result if rows is None else result[rows]
+        if LOW in parameters and type(module) is nn.Linear:
+            dtype = x.dtype
+            product = x @ parameters[LOW].to(dtype).T @ parameters[HIGH].to(dtype).T
+            return found + scale * product
         if LOW in parameters:
             # A sum of its own for each row: its bits do not depend on the others.
             low = [parameters[LOW] @ row for row in x]

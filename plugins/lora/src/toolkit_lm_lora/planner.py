@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from msgspec import Raw, msgpack
+from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import TokenRange
 from toolkit_lm.messages import StepPlan
@@ -14,17 +15,19 @@ from toolkit_lm.scheduler import Planner, Request
 
 from toolkit_lm_lora.share import Order, Report, Use
 
+Digests = tuple[str, ...]
+"""The adapters of a request."""
+
 
 class LoraPlanner(Planner):
-    """At most `max_adapters` are active at a time. Of those that no request runs with, the longest
-    unused makes room. If there is none, the adapter that has waited longest is next: requests of
-    the active one that has fewest begin no more until it has its turn."""
+    """A step has rows of at most `max_adapters` adapters. Requests of more may run: then adapters
+    take turns, step by step, and those that had rows longest ago are next. So a request begins
+    within a few steps, whatever others run."""
 
     def __init__(self, config: VllmConfig, facts: Raw, *, options: Any) -> None:
         self._most = options.max_adapters
         gib = options.device_gib
         self._most_bytes = None if gib is None else int(gib * 2**30)
-        self._patience = options.max_wait_seconds
         self._held: dict[str, int] = {}
         """By digest, bytes of the adapters in the workers' memory."""
         self._failed: dict[str, str] = {}
@@ -33,16 +36,26 @@ class LoraPlanner(Planner):
         self._to_load: dict[str, tuple[str, bool]] = {}
         """By digest, path and whether it is pinned."""
         self._active: dict[str, None] = {}
-        """Digests, the longest unused first."""
+        """Digests of the adapters that workers have ready for rows, the longest unused first. More
+        than `max_adapters` where requests run with more."""
         self._unwanted: list[str] = []
         """Digests of adapters to deactivate as soon as no request runs with them."""
         self._changes = Order([], [], [])
-        self._users: dict[str, tuple[str, ...]] = {}
+        self._users: dict[str, Digests] = {}
         """By request that runs, its adapters."""
         self._count: dict[str, int] = {}
         """By adapter, requests that run."""
-        self._waiting: dict[str, dict[str, float]] = {}
-        """By adapter without room, the waiting requests and since when they wait."""
+        self._waiting: dict[Digests, None] = {}
+        """Adapters of requests that have asked for room in this step, and found none."""
+        self._turn: set[str] = set()
+        """Digests of the adapters that the step may have rows of."""
+        self._last: dict[Digests, int] = {}
+        """By adapters of a request, the step that they last had rows in, or first asked in."""
+        self._num_steps = 0
+        self._requests: dict[str, tuple[Request, int]] = {}
+        """Running requests, each with the end of what other planners see."""
+        self._takes_turns = False
+        """The next step has no room for the adapters of all requests that run."""
         self._uses: dict[str, list[Use]] = {}
         self.update(facts)
 
@@ -57,6 +70,8 @@ class LoraPlanner(Planner):
         uses = self._uses_of(request)
         if not uses:
             return None
+        if request.features:
+            _rename(request, uses)
         if len(uses) > self._most:
             raise ValueError(
                 f"the request has {len(uses)} adapters, and a step may have {self._most}: raise "
@@ -73,49 +88,89 @@ class LoraPlanner(Planner):
                 reading = f"{use.name} is being read"
         if reading is not None:
             return reading
-        mine = {use.digest for use in uses}
+        mine = tuple(sorted({use.digest for use in uses}))
         size = self._size(mine)
         if self._most_bytes is not None and size > self._most_bytes:
             raise ValueError(
                 f"the request's adapters take {size / 2**30:.3f} GiB, and those of a step may take "
                 f"{self._most_bytes / 2**30:g}: raise the option device_gib of the plugin lora"
             )
-        missing = [use for use in uses if use.digest not in self._active]
-        if missing:
-            if not self._make_room(mine, {use.digest for use in missing}):
-                for use in missing:
-                    since = self._waiting.setdefault(use.digest, {})
-                    since.setdefault(request.request_id, time.monotonic())
-                return f"{missing[0].name} waits for room"
-            for use in missing:
-                self._active[use.digest] = None
-                self._changes.activate.append(use.digest)
-        elif (first := self._gives_way(mine, request)) is not None:
-            return f"{uses[0].name} gives way to {first}"
+        if not self._fit({*self._turn, *mine}):
+            self._waiting[mine] = None
+            self._last.setdefault(mine, self._num_steps)
+            return f"{uses[0].name} waits for its turn"
         return None
 
     def _size(self, digests: Iterable[str]) -> int:
         return sum(self._held.get(digest, 0) for digest in digests)
 
-    def _make_room(self, mine: set[str], missing: set[str]) -> bool:
-        """Deactivates adapters without users for the missing ones of `mine`."""
-        idle = [
-            digest for digest in self._active if not self._count.get(digest) and digest not in mine
-        ]
-        left = len(self._active) + len(missing)
-        size = self._size(self._active) + self._size(missing)
-        gone = []
-        for digest in idle:
-            if left <= self._most and (self._most_bytes is None or size <= self._most_bytes):
-                break
-            left -= 1
-            size -= self._size([digest])
-            gone.append(digest)
-        if left > self._most or (self._most_bytes is not None and size > self._most_bytes):
-            return False
-        for digest in gone:
-            self._deactivate(digest)
-        return True
+    def _fit(self, digests: Collection[str]) -> bool:
+        """Whether a step may have rows of these adapters."""
+        return len(digests) <= self._most and (
+            self._most_bytes is None or self._size(digests) <= self._most_bytes
+        )
+
+    def end_of(self, request: Request) -> int:
+        # `fit` is asked only while adapters take turns.
+        return 0
+
+    def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
+        mine = self._users.get(request.request_id)
+        if mine is None:
+            return list(ranges)
+        if not self._turn.issuperset(mine):
+            return []
+        if ranges:
+            self._last[mine] = self._num_steps
+        return list(ranges)
+
+    def begin(self, plan: StepPlan, request: Request) -> None:
+        uses = self._uses_of(request)
+        if not uses:
+            return
+        mine = tuple(sorted({use.digest for use in uses}))
+        self._users[request.request_id] = mine
+        for digest in mine:
+            self._count[digest] = self._count.get(digest, 0) + 1
+            if digest not in self._active:
+                self._changes.activate.append(digest)
+            self._active[digest] = self._active.pop(digest, None)
+        self._turn.update(mine)
+        self._last[mine] = self._num_steps
+        self._requests[request.request_id] = request, request.planned_end
+        if self._takes_turns:
+            request.planned_end = sys.maxsize
+
+    def release(self, request_id: str) -> None:
+        for digest in self._users.pop(request_id, ()):
+            self._count[digest] -= 1
+            if not self._count[digest]:
+                del self._count[digest]
+                self._turn.discard(digest)
+        if (known := self._requests.pop(request_id, None)) is not None:
+            known[0].planned_end = known[1]
+        self._uses.pop(request_id, None)
+
+    def _choose(self) -> None:
+        """Chooses the adapters of the next step: those that had rows longest ago first, each with
+        the others of its request."""
+        self._num_steps += 1
+        wanted = {**dict.fromkeys(self._users.values()), **self._waiting}
+        self._waiting = {}
+        self._turn = {digest for mine in wanted for digest in mine}
+        takes_turns = not self._fit(self._turn)
+        if takes_turns != self._takes_turns:
+            self._takes_turns = takes_turns
+            for request, end in self._requests.values():
+                request.planned_end = sys.maxsize if takes_turns else end
+        if not takes_turns:
+            self._last = {}
+            return
+        self._last = {mine: self._last.get(mine, 0) for mine in wanted}
+        self._turn = set()
+        for mine in sorted(wanted, key=self._last.__getitem__):
+            if self._fit({*self._turn, *mine}):
+                self._turn.update(mine)
 
     def _deactivate(self, digest: str) -> None:
         del self._active[digest]
@@ -123,51 +178,12 @@ class LoraPlanner(Planner):
             self._changes.activate.remove(digest)
         self._changes.deactivate.append(digest)
 
-    def _gives_way(self, mine: set[str], request: Request) -> str | None:
-        """The adapter that has waited too long, if one of `mine` makes room for it."""
-        if not self._waiting:
-            return None
-        oldest = ((min(those.values()), digest) for digest, those in self._waiting.items())
-        since, digest = min(oldest)
-        if time.monotonic() - since < self._patience or request.arrival_time < since:
-            return None
-        fewest = min(self._active, key=lambda name: self._count.get(name, 0))
-        return digest[:8] if fewest in mine else None
-
-    def begin(self, plan: StepPlan, request: Request) -> None:
-        uses = self._uses_of(request)
-        if not uses:
-            return
-        digests = tuple(use.digest for use in uses)
-        self._users[request.request_id] = digests
-        for digest in digests:
-            self._count[digest] = self._count.get(digest, 0) + 1
-            if digest not in self._active:
-                # `may_begin` is asked first, and resets clear what it found.
-                self._active[digest] = None
-                self._changes.activate.append(digest)
-            self._active[digest] = self._active.pop(digest)
-        self._forget_waiting(request.request_id)
-
-    def release(self, request_id: str) -> None:
-        for digest in self._users.pop(request_id, ()):
-            self._count[digest] -= 1
-            if not self._count[digest]:
-                del self._count[digest]
-        self._forget_waiting(request_id)
-        self._uses.pop(request_id, None)
-
-    def _forget_waiting(self, request_id: str) -> None:
-        for digest in [digest for digest, those in self._waiting.items() if request_id in those]:
-            del self._waiting[digest][request_id]
-            if not self._waiting[digest]:
-                del self._waiting[digest]
-
     def end_step(self) -> Raw | None:
         load, self._to_load = self._to_load, {}
-        for digest in self._unwanted:
-            if digest in self._active and not self._count.get(digest):
-                self._deactivate(digest)
+        if self._users or self._waiting or self._turn:
+            self._choose()
+        if self._unwanted or not self._fit(self._active):
+            self._drop_idle()
         changes, self._changes = self._changes, Order([], [], [])
         changes.load = [(digest, *asked) for digest, asked in load.items()]
         if not (changes.load or changes.activate or changes.deactivate):
@@ -175,6 +191,13 @@ class LoraPlanner(Planner):
         # In order: what was deactivated and activated again is active.
         changes.deactivate = [digest for digest in changes.deactivate if digest not in self._active]
         return Raw(msgpack.encode(changes))
+
+    def _drop_idle(self) -> None:
+        """Deactivates adapters that no request runs with: unwanted ones, and as many as there are
+        too many."""
+        for digest in [digest for digest in self._active if not self._count.get(digest)]:
+            if digest in self._unwanted or not self._fit(self._active):
+                self._deactivate(digest)
 
     def awaits(self) -> bool:
         return bool(self._asked)
@@ -191,7 +214,22 @@ class LoraPlanner(Planner):
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
         # The workers keep what they have read; what is active is told anew.
-        for held in (self._active, self._users, self._count, self._waiting):
-            held.clear()
+        for request, end in self._requests.values():
+            request.planned_end = end
+        self._takes_turns = False
+        for known in (self._active, self._users, self._count, self._waiting, self._requests):
+            known.clear()
+        self._turn.clear()
         self._to_load = dict(self._asked)
         self._changes = Order([], [], [])
+
+
+def _rename(request: Request, uses: list[Use]) -> None:
+    """Gives items of media names of their own, so that no other adapter's embeddings are read."""
+    changing = sorted(f"{use.digest}*{use.scale}" for use in uses if use.may_change_media)
+    suffix = f" {' '.join(changing)}"
+    if changing and not request.features[0].mm_identifier.endswith(suffix):
+        request.features = [
+            replace(feature, mm_identifier=f"{feature.mm_identifier}{suffix}")
+            for feature in request.features
+        ]

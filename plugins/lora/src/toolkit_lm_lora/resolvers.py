@@ -72,10 +72,10 @@ class FolderResolver(AdapterResolver):
         return self.resolve(name) is not None
 
     def resolve(self, name: str) -> Path | None:
-        if self._folder is None or name[:1] in ("", ".") or "\0" in name:
+        if self._folder is None or name[:1] in ("", ".") or not {"/", "\0"}.isdisjoint(name):
             return None
         path = self._folder / name
-        if path.parent != self._folder or len(name) > 255 or not (path / CONFIG).is_file():
+        if len(name) > 255 or not (path / CONFIG).is_file():
             return None
         return path if contains(self._folder, path) else None
 

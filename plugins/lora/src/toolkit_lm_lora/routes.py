@@ -16,7 +16,7 @@ from toolkit_lm_server.aliases import Alias
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError
 
-from toolkit_lm_lora.front import ADAPTER, LoraRequests, Registered
+from toolkit_lm_lora.front import ADAPTER, LoraRequests, Registered, checked_scale
 from toolkit_lm_lora.metrics import LoraFigures
 from toolkit_lm_lora.resolvers import contains
 from toolkit_lm_lora.share import Reading
@@ -61,6 +61,14 @@ class SglangUnloadBody(BaseModel):
 
     model_config = {"extra": "forbid"}
     lora_name: str
+
+
+class AdapterScale(BaseModel):
+    """An entry of the body of /lora-adapters."""
+
+    model_config = {"extra": "forbid", "strict": True}
+    id: int
+    scale: float
 
 
 class AdapterNames:
@@ -178,6 +186,54 @@ class AdapterRoutes:
         loaded = {name: known.path for name, known in adapters.items() if may_use(name)}
         return {"success": True, "loaded_adapters": loaded, "error_message": ""}
 
+    async def listed(self) -> list[dict[str, Any]]:
+        """The adapters that the caller may use, as llama.cpp lists them."""
+        requests = self._requests
+        return [
+            {
+                "id": number,
+                "name": name,
+                "path": requests.adapters[name].path,
+                "scale": requests.scales.get(name, 0.0),  # nosec B113
+            }
+            for name, number in requests.numbered(CALLER.get().adapters).items()
+        ]
+
+    async def set_scales(self, body: list[AdapterScale]) -> dict[str, bool]:
+        """Sets which adapters requests have that name none. Those that are not in the body have
+        the scale 0, as with llama.cpp."""
+        if CALLER.get().adapters is not None:
+            raise ApiError(
+                400,
+                "Scales are for the requests of all keys, and this key is limited to some "
+                "adapters. Give `lora` in each request.",
+                param="id",
+            )
+        names = {number: name for name, number in self._requests.numbered(None).items()}
+        if unknown := [entry.id for entry in body if entry.id not in names]:
+            raise ApiError(404, f"There is no adapter with the id {unknown[0]}.", param="id")
+        scales = {names[entry.id]: checked_scale(entry.scale, "scale") for entry in body}
+        adapters = self._requests.adapters
+        for name, scale in scales.items():
+            await self._check_scale(name, adapters[name], scale)
+        # Names may have been unloaded meanwhile.
+        self._requests.scales = {
+            name: scale
+            for name, scale in scales.items()
+            if scale and name in self._requests.adapters
+        }
+        return {"success": True}
+
+    @staticmethod
+    async def _check_scale(name: str, registered: Registered, scale: float) -> None:
+        """Raises RequestError where all requests would fail."""
+        try:
+            folder = await asyncio.to_thread(lambda: registered.folder)
+        except (CheckpointError, OSError) as error:
+            raise RequestError(str(error), "id") from error
+        if scale not in (0, 1) and not folder.is_additive:
+            raise RequestError(f"adapter {name!r} can only have the scale 1.", "scale")
+
     def _drain(self, known: Registered) -> None:
         """Has workers forget an adapter when no request has it any more."""
         if (digest := known.known_digest) is not None:
@@ -223,14 +279,16 @@ def add_routes(
         figures = LoraFigures(engine, requests)
         api.metrics.registry.register(figures)
         api.metrics.sources.append(figures.ask)
+    routes = AdapterRoutes(engine, requests)
+    router.add_api_route("/lora-adapters", routes.listed, methods=["GET"])
     if not api.options.admin_routes:
         return None
-    routes = AdapterRoutes(engine, requests)
     for path, handler in (
         ("/v1/load_lora_adapter", routes.load),
         ("/v1/unload_lora_adapter", routes.unload),
     ):
         router.add_api_route(path, handler, methods=["POST"], response_class=PlainTextResponse)
+    router.add_api_route("/lora-adapters", routes.set_scales, methods=["POST"])
     router.add_api_route("/load_lora_adapter", routes.sglang_load, methods=["POST"])
     router.add_api_route("/unload_lora_adapter", routes.sglang_unload, methods=["POST"])
     return routes.lifespan

@@ -48,7 +48,14 @@ class RowOrder:
         is_fused = part is None and len(spec.outputs) > 1
         sources = spec.sources if part is None else spec.sources[part : part + 1]
         full = [*spec.outputs] if part is None else [spec.outputs[part]]
+        rows: slice | None = None
+        if part is not None and len(spec.sources) == 1 < len(spec.outputs):
+            sources = spec.sources
+            first = sum(shard.full for shard in spec.outputs[:part])
+            rows = slice(first, first + spec.outputs[part].full)
         stored = self._stored(f"{sources[0]}.weight") if len(sources) == 1 else None
+        if stored is not None and rows is not None:
+            stored = stored[rows]
         shape = sum(shard.full for shard in full), spec.inputs.full
         if stored is not None and stored.shape != shape and stored.T.shape == shape:
             stored = stored.T

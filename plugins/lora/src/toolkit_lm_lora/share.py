@@ -16,6 +16,8 @@ class Use(Struct, array_like=True, frozen=True):
     """First token that it changes."""
     pinned: bool = False
     """Whether it stays in memory once it is read."""
+    may_change_media: bool = False
+    """Whether it may change embeddings of items of media."""
 
 
 class Reading(Struct, frozen=True):

@@ -211,6 +211,8 @@ class Reading:
 
     def _is_unused(self, module: str) -> bool:
         """Whether the model leaves a module of the checkpoint out, such as a pooler."""
+        if self._names.is_unused(module):
+            return True
         patterns = getattr(self._model, "ignored", ())
         return any(re.search(pattern, f"{module}.weight") for pattern in patterns)
 
@@ -374,7 +376,11 @@ class Reading:
         parameters = dict(other.named_parameters(recurse=False))
         path = self._paths[id(other)]
         names = tensors.get("lora_A.weight"), tensors.get("lora_B.weight")
-        if isinstance(other, HeadLinear) and None not in names:
+        if (
+            isinstance(other, HeadLinear | nn.Linear)
+            and self._is_added(other)
+            and None not in names
+        ):
             low, high = (self._get(name or "").float() for name in names)
             rank = self._config.rank(module)
             subject = f"rank {rank} of {module}"
@@ -396,6 +402,19 @@ class Reading:
             mine = tensor if self._keeps_all else tensor.to(own.device, own.dtype)
             if self._keeps_all or not torch.equal(mine, own.detach()):
                 self.adapter.modules.setdefault(path, {})[suffix] = mine
+
+    def _is_added(self, other: nn.Module) -> bool:
+        """Whether A and B can be added to the outputs of a module other than our linear layers: a
+        head, or a layer of a model that computes its sequences one after the other. Raises
+        UnsupportedError."""
+        if not isinstance(other, nn.Linear) or self._model.current_rows is None:
+            return isinstance(other, HeadLinear)
+        if self._config.alora_invocation_tokens:
+            raise UnsupportedError(
+                f"{self._folder.path}: alora_invocation_tokens, for a model that computes all "
+                "tokens of a sequence in each step."
+            )
+        return True
 
     def _experts(
         self,

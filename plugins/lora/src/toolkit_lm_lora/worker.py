@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,35 +11,34 @@ from msgspec import Raw, msgpack
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.messages import NewSequence, StepPlan
-from toolkit_lm.model import AdaptedRows, FusibleLayer, LinearBase, LinearMethod, Rows
+from toolkit_lm.model import FusibleLayer, LinearBase, LinearMethod, Rows
 from toolkit_lm.step import StepInputs, StepPart, StepRun, worker_method
 from torch import Tensor
 
+from toolkit_lm_lora.encoders import EncodedRows, Encoders, ItemAdapters
 from toolkit_lm_lora.files import AdapterFolder
+from toolkit_lm_lora.groups import Key, Kind, StepGroup
 from toolkit_lm_lora.memory import Memory
 from toolkit_lm_lora.method import Group, LoraEmbedding, LoraMethod, Product
 from toolkit_lm_lora.modules import Replacement
 from toolkit_lm_lora.names import Names
+from toolkit_lm_lora.opaque import OpaqueMethod
 from toolkit_lm_lora.share import Counts, Order, Reading, Report, Use
 from toolkit_lm_lora.weights import Adapter, Reader
-
-Key = tuple[str, float]
-"""An adapter's digest, and its scale."""
 
 
 class LoraPart(StepPart):
     """Wraps the layers that adapters change, in the steps that have rows of them."""
 
-    buffers = {"lora_kinds": ("token", torch.int64)}
-    """For each token, which adapters its row has; 0: none."""
+    _grouped: tuple[Any, ...] | None = None
+    """What `_step` was made of. A step with the same rows need not make it again."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        compilation = self.config.compilation
-        if compilation.optimization_level or compilation.details.cudagraph_mode != "none":
+        if self.config.compilation.details.cudagraph_mode != "none":
             raise ConfigError(
-                "adapters do not run in compiled models and CUDA graphs, which would leave them "
-                "out: give optimization_level 0 and the cudagraph_mode none."
+                "adapters do not run in CUDA graphs, which would replay the kernels of the rows "
+                "that were there when they were captured: give the cudagraph_mode none."
             )
         names = Names(self.model)
         parallel = self.config.parallel
@@ -70,6 +69,14 @@ class LoraPart(StepPart):
             for linear in _linear_layers(layer)
         }
         """Layers in layers that kernels compute in one call."""
+        self._encoders = Encoders(self.model, self._layers)
+        self._encoded = EncodedRows(self._memory.active, self.device)
+        self._items: ItemAdapters | None = None
+        if self._encoders.has_media:
+            self._items = ItemAdapters(self.model, self._encoded, self._encoders, self._wrap)
+            self.model.encode_items = self._items
+        self._opaque = self._hidden() if self.config.compilation.optimization_level else {}
+        """By layer, what a compiled model sees of its method."""
         self._methods: dict[str, tuple[Any, LoraMethod]] = {}
         """By layer, the method without adapters, and with them."""
         self._kinds: dict[tuple[Key, ...], Kind] = {}
@@ -109,15 +116,24 @@ class LoraPart(StepPart):
         memory.collect()
         if order.activate or order.deactivate:
             self._kinds.clear()
+            self._grouped = None
         for digest in order.activate:
             self._activate(digest)
         memory.evict()
+        self._begin_encoders(plan)
         dropped, memory.dropped = memory.dropped, []
         report = Report(dict(memory.sizes), memory.failed, dropped, [*memory.forgotten])
         if encoded is None and report == self._reported:
             return None
         self._reported = Report(report.held, dict(report.failed), [], report.unwanted)
         return Raw(msgpack.encode(report))
+
+    def _begin_encoders(self, plan: StepPlan) -> None:
+        if self._items is not None:
+            self._items.begin(plan, self._uses)
+        elif self._encoders.there and (plan.encoders or self._encoded.groups):
+            self._encoded.begin(plan, self._uses)
+            self._wrap()
 
     @worker_method
     def read(self, reading: Reading) -> list[str]:
@@ -147,42 +163,8 @@ class LoraPart(StepPart):
                 f"adapter {path!r}: its files have changed since it was registered. Load it anew."
             )
         adapter = self._reader.read(folder, self.options.max_rank)
-        self._check_rows(adapter, path)
+        self._encoders.check(adapter, folder)
         return adapter
-
-    def _check_rows(self, adapter: Adapter, path: str) -> None:
-        """Raises UnsupportedError for changes of an encoder, whose rows are not the step's."""
-        paths = {id(module): name for name, module in self.model.named_modules()}
-        has_encoder = any(layer.rows is Rows.ENCODER for layer in self._layers.values())
-        for prefix in adapter.changes:
-            layer = self._layers[prefix]
-            is_shared = (
-                has_encoder and layer.spec.kind == "embedding" and "encoder" in self.model.parts
-            )
-            if layer.rows is Rows.ENCODER or is_shared:
-                raise UnsupportedError(
-                    f"adapter {path!r} changes {paths[id(layer)]}, which is of an encoder. Only "
-                    "layers of the language model can be adapted."
-                )
-        for name in adapter.modules:
-            if has_encoder and self._is_of_encoder(name):
-                raise UnsupportedError(
-                    f"adapter {path!r} changes {name}, which is of an encoder. Only layers of the "
-                    "language model can be adapted."
-                )
-
-    def _is_of_encoder(self, path: str) -> bool:
-        """Whether the layers around a module are an encoder's."""
-        while path:
-            path = path.rpartition(".")[0]
-            around = [
-                layer.rows is Rows.ENCODER
-                for layer in self.model.get_submodule(path).modules()
-                if isinstance(layer, LinearBase)
-            ]
-            if around:
-                return all(around)
-        return False
 
     def _activate(self, digest: str) -> None:
         """Makes an adapter ready for rows, on all ranks in the same step. Raises ToolkitError where
@@ -192,7 +174,7 @@ class LoraPart(StepPart):
             spec = self._layers[prefix].spec
             if spec.inputs.size < spec.inputs.full:
                 squares = self._group.all_reduce(squares.to(self.device)).cpu()
-            factor = torch.where(magnitude < 0, 1.0, magnitude / squares.sqrt())
+            factor = torch.where(magnitude.isnan(), 1.0, magnitude / squares.sqrt())
             change = adapter.changes[prefix]
             scaled = (high * factor[change.where].unsqueeze(1)).to(self.device, spec.dtype)
             adapter.changes[prefix] = change._replace(
@@ -205,6 +187,8 @@ class LoraPart(StepPart):
     # Rows
 
     def add(self, seq: NewSequence) -> None:
+        if seq.features and self._items is not None:
+            self._items.add(seq.seq_id, [feature.mm_identifier for feature in seq.features])
         if (params := seq.inputs.pooling) is not None:
             self._pooled[seq.seq_id] = seq.num_prompt_tokens, params.task
         if (share := seq.inputs.parts.get("lora")) is not None:
@@ -220,8 +204,12 @@ class LoraPart(StepPart):
         self._uses.pop(seq_id, None)
         self._pooled.pop(seq_id, None)
         self._starts.pop(seq_id, None)
+        if self._items is not None:
+            self._items.remove(seq_id)
 
-    def context(self, inputs: StepInputs, buffers: Mapping[str, np.ndarray]) -> None:
+    def groups(self, inputs: StepInputs) -> None:
+        # Before other parts embed tokens in `inputs`.
+        self._encoded.is_running = False
         kinds: dict[tuple[Key, ...], int] = {(): 0}
         of_rows = np.array(
             [
@@ -233,24 +221,36 @@ class LoraPart(StepPart):
         of_tokens = np.repeat(of_rows, inputs.num_tokens)
         if self._starts:
             self._begin_later(inputs, kinds, of_tokens)
-        buffers["lora_kinds"][:] = of_tokens
         if not of_tokens.any():
-            self._step = []
-            self._wrap()
+            if self._grouped != ():
+                self._step = []
+                self._wrap()
+                self._grouped = ()
             return
         lasts = inputs.query_start[1:][inputs.sampling] - 1
+        pooled = self._pooled_rows(inputs)
+        grouped = (*kinds, of_tokens.tobytes(), lasts.tobytes(), *pooled)
+        if grouped == self._grouped:
+            return
         self._num_tokens = len(of_tokens)
         self._num_sampled = len(lasts)
-        pooled = self._pooled_rows(inputs)
         self._num_pooled = len(pooled)
         rows = of_tokens, of_tokens[lasts], of_tokens[inputs.query_start[1:][pooled] - 1]
         self._step = [
-            StepGroup(self._kind(keys), place, number, rows, self.device)
+            StepGroup(
+                self._kind(keys),
+                place,
+                number,
+                rows,
+                self.device,
+                frozenset(np.flatnonzero(of_rows == number).tolist()),
+            )
             for keys, number in kinds.items()
             for place in range(len(keys))
         ]
         self._of_tokens = torch.from_numpy(of_tokens).to(self.device)
         self._wrap()
+        self._grouped = grouped
 
     def _begin_later(
         self, inputs: StepInputs, kinds: dict[tuple[Key, ...], int], of_tokens: np.ndarray
@@ -288,6 +288,7 @@ class LoraPart(StepPart):
     def _wrap(self) -> None:
         """Has the kernels add what they can, and wraps what else the step's adapters change. Layers
         go on in one call where nothing is wrapped."""
+        self._grouped = None
         linear: set[str] = set()
         modules: set[str] = set()
         self._added = set()
@@ -295,19 +296,23 @@ class LoraPart(StepPart):
             linear |= group.kind.rest
             modules |= group.adapter.modules.keys()
             self._added |= group.kind.paired
+        for encoded in self._encoded.groups:
+            linear |= encoded.adapter.changes.keys()
+            modules |= encoded.adapter.modules.keys()
         linear |= self._added - self._fused
         if self.low_rank is not None:
             groups = [group.adapted() for group in self._step if group.pairs and not group.flat[2]]
             self.low_rank.set(groups, self._num_tokens)
+        self.calls_modules = bool(modules)
         for prefix in self._wrapped - linear - modules:
             if prefix in self._methods:
-                self._layers[prefix].method = self._methods[prefix][0]
+                self._set(prefix, self._methods[prefix][0])
             else:
                 self._modules[prefix].remove()
         for prefix in linear - self._wrapped:
             if prefix not in self._methods:
                 self._methods[prefix] = self._made(prefix)
-            self._layers[prefix].method = self._methods[prefix][1]
+            self._set(prefix, self._methods[prefix][1])
         for path in modules - self._wrapped:
             if path not in self._modules:
                 self._modules[path] = Replacement(self.model.get_submodule(path), path, self)
@@ -320,11 +325,28 @@ class LoraPart(StepPart):
     def _made(self, prefix: str) -> tuple[Any, LoraMethod]:
         layer = self._layers[prefix]
         kind = LoraEmbedding if layer.spec.kind == "embedding" else LoraMethod
-        made = kind(layer.method, grouping=self, layer=prefix)
-        return layer.method, made
+        method = self._opaque[prefix].inner if prefix in self._opaque else layer.method
+        return method, kind(method, grouping=self, layer=prefix)
+
+    def _set(self, prefix: str, method: LinearMethod) -> None:
+        """Gives a layer the method of the step."""
+        if prefix in self._opaque:
+            self._opaque[prefix].current = method
+        else:
+            self._layers[prefix].method = method
+
+    def _hidden(self) -> dict[str, OpaqueMethod]:
+        """Hides the layers that compiled passes call from the compiler."""
+        hidden = {}
+        for prefix, layer in self._layers.items():
+            if layer.rows is not Rows.CACHED and layer.spec.kind in ("linear", "embedding"):
+                layer.method = hidden[prefix] = OpaqueMethod(layer.method, layer)
+        return hidden
 
     def groups_of(self, rows: Rows | Tensor, count: int, layer: str) -> list[Group]:
         """Groups as in Grouping. Rows of a drafter's calls have no adapter."""
+        if rows is Rows.ENCODER or self._encoded.is_running:
+            return self._encoded.groups_of(count, layer)
         found = []
         for group in self._step:
             if layer not in group.adapter.changes or layer in group.kind.paired:
@@ -350,6 +372,10 @@ class LoraPart(StepPart):
     ) -> list[tuple[dict[str, Tensor], float, Tensor | None]]:
         """Parameters in the place of a module's own, their scale and rows, in a call with `count`
         rows. The module is not a linear layer."""
+        if self._encoded.is_running:
+            return self._encoded.replaced(path, count)
+        if self.model.current_rows is not None:
+            return self._replaced_of_rows(path, count, self.model.current_rows)
         found = []
         for group in self._step:
             if path not in group.adapter.modules:
@@ -370,80 +396,31 @@ class LoraPart(StepPart):
                 found.append((parameters, group.scale, None if rows[1] else rows[0]))
         return found
 
+    def _replaced_of_rows(
+        self, path: str, count: int, rows: Sequence[int]
+    ) -> list[tuple[dict[str, Tensor], float, Tensor | None]]:
+        """The same in a call for some rows of the step, each of which has as many of the call's."""
+        each, left = divmod(count, max(len(rows), 1))
+        found = []
+        for group in self._step:
+            if path not in group.adapter.modules:
+                continue
+            mine = [place for place, row in enumerate(rows) if row in group.rows]
+            if len(mine) not in (0, len(rows)) and left:
+                raise UnsupportedError(
+                    f"an adapter changes {path}, which is called for {count} rows of "
+                    f"{len(rows)} sequences: whose they are is not known"
+                )
+            if mine:
+                at = torch.arange(count, device=self.device)
+                of_rows = torch.isin(at // max(each, 1), torch.tensor(mine, device=self.device))
+                is_all = len(mine) == len(rows)
+                parameters = group.adapter.modules[path]
+                found.append((parameters, group.scale, None if is_all else at[of_rows]))
+        return found
+
     def close(self) -> None:
         self._memory.pool.shutdown(cancel_futures=True)
-
-
-class Kind:
-    """Adapters that rows have together."""
-
-    def __init__(
-        self,
-        keys: tuple[Key, ...],
-        adapters: list[Adapter],
-        methods: Mapping[str, LinearMethod],
-    ) -> None:
-        self.adapters = adapters
-        self.scales = [scale for _, scale in keys]
-        changed = {prefix for adapter in adapters for prefix in adapter.changes}
-        self.paired = {
-            prefix
-            for prefix in changed
-            if all(
-                adapter.changes[prefix].pair is not None
-                for adapter in adapters
-                if prefix in adapter.changes
-            )
-        }
-        """Layers whose own methods add what the adapters change."""
-        self.rest = changed - self.paired
-        """The other layers that they change."""
-        self.pairs = [
-            {
-                methods[prefix]: change.pair
-                for prefix, change in adapter.changes.items()
-                if prefix in self.paired
-            }
-            for adapter in adapters
-        ]
-        """By adapter."""
-
-
-class StepGroup:
-    """The rows of a step that have an adapter, those of one kind."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        place: int,
-        number: int,
-        rows: tuple[np.ndarray, np.ndarray, np.ndarray],
-        device: torch.device,
-    ) -> None:
-        """`place`: the adapter's in the kind. `number`: the kind's in the arrays `rows`: of
-        tokens, of rows that sample, and of rows that pool."""
-        self.kind = kind
-        self.adapter = kind.adapters[place]
-        self.scale = kind.scales[place]
-        self.pairs = kind.pairs[place]
-        self._number = number
-        self.flat, self.sampled, self.pooled = (
-            self._indices(np.flatnonzero(kinds == number), len(kinds), device) for kinds in rows
-        )
-        self._rows = np.flatnonzero(rows[0] == number)
-
-    @staticmethod
-    def _indices(found: np.ndarray, count: int, device: torch.device) -> tuple[Tensor, bool, bool]:
-        """Indices of the rows, whether all have it, and whether none has."""
-        return torch.from_numpy(found).to(device), len(found) == count, not len(found)
-
-    def adapted(self) -> AdaptedRows:
-        return AdaptedRows(self.pairs, self.scale, self._rows)
-
-    def of(self, kinds: Tensor) -> tuple[Tensor, bool, bool]:
-        """The same of any rows, by their kinds."""
-        mine = (kinds == self._number).nonzero()[:, 0]
-        return mine, len(mine) == len(kinds), not len(mine)
 
 
 def _linear_layers(layer: FusibleLayer) -> list[LinearBase]:
