@@ -23,6 +23,7 @@ from draft_heads import (
 from hybrid_families import EXPERTS, QWEN3_NEXT, make_model
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import PluginWarning
 from toolkit_lm_drafters.mtp import MtpDrafter
 from torch import nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
@@ -263,6 +264,22 @@ def test_ranks_and_stages(tmp_path, sizes):
     with start(folder, None, **ranks) as llm:
         tokens = generate(llm)
     with start(folder, "mtp", **ranks) as llm:
+        assert generate(llm) == tokens
+
+
+def test_a_head_that_is_not_finite_is_dropped(tmp_path):
+    torch.manual_seed(3)
+    model, head = deepseek_case()
+    randomize(model, 1)
+    randomize(head, 2)
+    head.hnorm[0].weight.data.fill_(torch.nan)
+    folder = save(model, head, tmp_path, num_nextn_predict_layers=1)
+    with start(folder, None) as llm:
+        tokens = generate(llm)
+    with (
+        pytest.warns(PluginWarning, match=r"drafter 'mtp'.*not finite.*is dropped"),
+        start(folder, "mtp") as llm,
+    ):
         assert generate(llm) == tokens
 
 

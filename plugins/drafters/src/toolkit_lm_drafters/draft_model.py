@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
-from toolkit_lm.model import load_model
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepRun
 from torch import Tensor, nn
 
 from toolkit_lm_drafters.checkpoints import draft_config
-from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, expanded
+from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, Network, expanded
 
 
 class DraftModelDrafter(ModelDrafter):
@@ -26,7 +26,16 @@ class DraftModelDrafter(ModelDrafter):
         self, model: nn.Module, config: VllmConfig, device: torch.device, **own: Any
     ) -> None:
         super().__init__(model, config, device, **own)
-        options = self.options
+        made_of = self.network_of(model, config, self.plugins, self.options)
+        small = made_of.config
+        self.network = self.small = made_of.load(device, self.plugins)
+        self.vocab_size = config.vocab_size or small.vocab_size or 0
+        self.known_tokens = small.vocab_size or self.vocab_size
+
+    @classmethod
+    def network_of(
+        cls, model: nn.Module, config: VllmConfig, plugins: Plugins, options: Any
+    ) -> Network:
         if options.model is None:
             raise ConfigError(
                 "drafter 'draft_model' needs the draft model: drafters.model=MODEL, a folder, a "
@@ -34,21 +43,14 @@ class DraftModelDrafter(ModelDrafter):
             )
         small = draft_config(
             config,
-            self.plugins,
+            plugins,
             model=options.model,
             dtype=options.dtype or config.model.dtype,
             quantization=options.quantization,
         )
         assert small.checkpoint is not None
-        self.network = self.small = load_model(
-            self.plugins.models.load(small.checkpoint.architecture),
-            small,
-            device,
-            self.plugins,
-            prefix="drafter/model",
-        )
-        self.vocab_size = config.vocab_size or small.vocab_size or 0
-        self.known_tokens = small.vocab_size or self.vocab_size
+        kind = plugins.models.load(small.checkpoint.architecture)
+        return Network(kind, small, "drafter/model")
 
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
         tokens = entries.tokens

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
-from toolkit_lm.model import is_first_stage, load_model
+from toolkit_lm.model import is_first_stage
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepRun
 from toolkit_lm_decoder.causal_lm import CausalLM
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from toolkit_lm_drafters.checkpoints import on_last_stage
 from toolkit_lm_drafters.eagle_files import HeadFiles, names_of, read_head
 from toolkit_lm_drafters.eagle_heads import Eagle1Head, Eagle3Head, EagleHead
-from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, expanded
+from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, Network, expanded
 from toolkit_lm_drafters.target_embedding import load_embedding
 
 
@@ -40,7 +40,9 @@ class EagleDrafter(ModelDrafter):
         self.names = names_of(self.options.model, config)
         self.taps = files.taps
         try:
-            self.network = self.head = self._load(files)
+            head = self._network(files, config, self.options).load(device, self.plugins)
+            assert isinstance(head, EagleHead)
+            self.network = self.head = head
             self.embedding = self.head.embed_tokens or self._targets_embedding()
         except CheckpointError as error:
             raise ConfigError(f"{self.names}: {error}") from error
@@ -51,27 +53,25 @@ class EagleDrafter(ModelDrafter):
     ) -> Sequence[str]:
         return read_head(options.model, model, config, plugins).taps
 
-    def _load(self, files: HeadFiles) -> EagleHead:
+    @classmethod
+    def network_of(
+        cls, model: nn.Module, config: VllmConfig, plugins: Plugins, options: Any
+    ) -> Network:
+        return cls._network(read_head(options.model, model, config, plugins), config, options)
+
+    @staticmethod
+    def _network(files: HeadFiles, config: VllmConfig, options: Any) -> Network:
         checkpoint = Checkpoint(
             path=str(files.source),
-            architecture=self.config.checkpoint.architecture if self.config.checkpoint else "",
+            architecture=config.checkpoint.architecture if config.checkpoint else "",
             hf_config=files.hf_config,
         )
-        own = on_last_stage(self.config).with_checkpoint(checkpoint)
+        own = on_last_stage(config).with_checkpoint(checkpoint)
         load = replace(
-            own.load,
-            load_format=files.load_format,
-            quantization=self.options.quantization or "none",
+            own.load, load_format=files.load_format, quantization=options.quantization or "none"
         )
-        model = load_model(
-            Eagle3Head if files.is_third else Eagle1Head,
-            replace(own, load=load),
-            self.device,
-            self.plugins,
-            prefix="drafter/head",
-        )
-        assert isinstance(model, EagleHead)
-        return model
+        kind = Eagle3Head if files.is_third else Eagle1Head
+        return Network(kind, replace(own, load=load), "drafter/head")
 
     def _targets_embedding(self) -> nn.Module | None:
         """The target's embedding; None: the target computes it."""

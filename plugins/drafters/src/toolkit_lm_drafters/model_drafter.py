@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -9,9 +10,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from toolkit_lm.attention import CacheLayer
-from toolkit_lm.messages import StepResult
-from toolkit_lm.step import Drafter, StepInputs, StepRun
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import NewSequence, StepResult
+from toolkit_lm.model import Model, construct, load_model
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor, nn
+
+from toolkit_lm_drafters.following import Following
+from toolkit_lm_drafters.step_table import Tabled
 
 _NEVER = -1e4
 """Logit of a token that is not drafted."""
@@ -19,6 +26,19 @@ _NEVER = -1e4
 
 _MOST_KEPT = 32
 """Tokens of a sequence that are left to a later step."""
+
+
+class Network(NamedTuple):
+    """Maker of a drafter's network."""
+
+    kind: type[Model]
+    config: VllmConfig
+    prefix: str
+    """Of its layers' names. It begins with "drafter/"."""
+
+    def load(self, device: torch.device, plugins: Plugins) -> Model:
+        """Makes it and loads its weights. Raises CheckpointError."""
+        return load_model(self.kind, self.config, device, plugins, prefix=self.prefix)
 
 
 class Entries(NamedTuple):
@@ -49,11 +69,14 @@ class _Batch(NamedTuple):
         return Entries(self.rows, self.start, tokens)
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(Tabled):
     """Computes a step's tokens with layers of its own, and continues alone from the sampled tokens.
 
     The layers have KV groups in the engine: prefixes are cached, preempted, swapped and forked with
     the model's. The next step overwrites the entries of rejected drafts.
+
+    A drafter that reads hidden states follows each step while it rests, unless that takes too much
+    of it. Then it drafts for later sequences alone.
     """
 
     offset: ClassVar[int] = 0
@@ -68,10 +91,35 @@ class ModelDrafter(Drafter):
         super().__init__(*arguments, **own)
         self.num_drafts: int = self.options.num_drafts
         self.lookahead = self.num_drafts
+        # Token ids are known at any time.
+        self.follows_decodes = self.offset > 0
+        self._following = Following()
         self._filled: dict[int, int] = {}
         """Number of entries that are there, by seq_id. Unknown: those of all computed tokens."""
         self._kept: dict[int, list[Tensor]] = {}
         """Hidden states for the next entries, by seq_id."""
+
+    @classmethod
+    @abstractmethod
+    def network_of(
+        cls, model: nn.Module, config: VllmConfig, plugins: Plugins, options: Any
+    ) -> Network:
+        """Returns what makes the network. Reads no weight. Raises ConfigError."""
+
+    @classmethod
+    def describe(
+        cls, model: nn.Module, config: VllmConfig, *, plugins: Plugins, options: Any
+    ) -> list[str]:
+        kind, own, prefix = cls.network_of(model, config, plugins, options)
+        network = construct(kind, own, torch.device("meta"), plugins, prefix=prefix)
+        weights = list(network.parameters())
+        num_layers = sum(isinstance(module, CacheLayer) for module in network.modules())
+        size = sum(weight.nbytes for weight in weights) / 2**20
+        return [
+            f"{sum(weight.numel() for weight in weights):,} parameters of its own, {size:,.1f} "
+            f"MiB; {num_layers} {'layer' if num_layers == 1 else 'layers'} with a KV cache",
+            *super().describe(model, config, plugins=plugins, options=options),
+        ]
 
     @abstractmethod
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
@@ -101,6 +149,11 @@ class ModelDrafter(Drafter):
         """Drafts nothing, since `finish` drafts for all sequences together."""
         return []
 
+    def add(self, seq: NewSequence) -> None:
+        if self.offset and not self.follows_decodes:
+            self._following.added()
+            self.follows_decodes = self._following.is_on
+
     def remove(self, seq_id: int) -> None:
         self._filled.pop(seq_id, None)
         self._kept.pop(seq_id, None)
@@ -108,9 +161,17 @@ class ModelDrafter(Drafter):
     def follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
         """Computes the entries of prompts, so that cached prefixes have them. Single tokens are
         left to a later step: their hidden states are kept, and their ids are known."""
-        if self.offset == 0 and len(inputs.input_ids) == len(inputs.rows):
-            for row in inputs.plan.scheduled:
-                self._filled.setdefault(row.seq_id, row.start)
+        begun = time.perf_counter()
+        self._follow(inputs, hidden_states, step)
+        # Several ranks would have to agree.
+        if self.offset and self.config.parallel.tensor_parallel_size == 1:
+            is_decode = len(inputs.input_ids) == len(inputs.rows)
+            if is_decode and self._following.followed(begun):
+                self.follows_decodes = False
+                self._kept.clear()
+
+    def _follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
+        if len(inputs.input_ids) == len(inputs.rows) and self._keeps(inputs, hidden_states, step):
             return
         known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
         ends = np.minimum(inputs.starts + inputs.num_tokens, known - self.offset)
@@ -123,6 +184,21 @@ class ModelDrafter(Drafter):
             passed = batch.hidden
             for head in range(self.num_heads):
                 passed = self.run(step, batch.entries(lines, self.offset + head), passed, head)
+
+    def _keeps(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> bool:
+        """Leaves a step of single tokens to a later one. False: some row has to be computed."""
+        scheduled = inputs.plan.scheduled
+        if self.offset:
+            kept = [self._kept.setdefault(row.seq_id, []) for row in scheduled]
+            known = inputs.histories.num_tokens[inputs.rows]
+            if max(map(len, kept)) >= _MOST_KEPT or (known <= inputs.starts + self.offset).any():
+                return False
+            hidden = self.states_of(hidden_states, step)
+            for pieces, own in zip(kept, torch.split(hidden, 1), strict=True):
+                pieces.append(own)
+        for row in scheduled:
+            self._filled.setdefault(row.seq_id, row.start)
+        return True
 
     def _not_left(
         self, inputs: StepInputs, rows: np.ndarray, ends: np.ndarray, hidden: Tensor | None
@@ -150,6 +226,7 @@ class ModelDrafter(Drafter):
     ) -> None:
         """First pass: the step's tokens, and those that were left to it. Later passes: one draft of
         each row."""
+        self._following.asked()
         known = inputs.histories.num_tokens[inputs.rows].astype(np.int64)
         draws = np.array([bool(drawn) for drawn in result.token_ids])
         most = np.zeros(len(draws), np.int64)
@@ -159,6 +236,8 @@ class ModelDrafter(Drafter):
         ends = np.minimum(reached, known - self.offset)
         hidden = self.states_of(hidden_states, step) if self.offset else None
         rows = np.flatnonzero(ends > inputs.starts)
+        if self.offset and not self.follows_decodes:
+            rows = rows[[not self._has_gap(inputs, int(row)) for row in rows]]
         if len(unwanted := np.flatnonzero(draws[rows] & (most[rows] == 0))):
             # They are followed.
             is_now = np.ones(len(rows), bool)
@@ -202,6 +281,13 @@ class ModelDrafter(Drafter):
                     for index, token in zip(live, drawn, strict=True):
                         lines[index] = np.append(lines[index], token)
         self._give(inputs, result, rows[live], drafts)
+
+    def _has_gap(self, inputs: StepInputs, row: int) -> bool:
+        """Whether entries of a row are missing, and the hidden states for them are gone."""
+        seq_id = inputs.plan.scheduled[row].seq_id
+        start = int(inputs.starts[row])
+        missing = start - self._filled.get(seq_id, start)
+        return missing > sum(map(len, self._kept.get(seq_id, ())))
 
     def _batch(
         self,

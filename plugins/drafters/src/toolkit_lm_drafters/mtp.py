@@ -9,14 +9,15 @@ import torch
 from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
-from toolkit_lm.model import HFConfig, load_model
+from toolkit_lm.model import HFConfig
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepRun
 from toolkit_lm_decoder.causal_lm import CausalLM
 from toolkit_lm_decoder.llama import LlamaParts
 from torch import Tensor, nn
 
 from toolkit_lm_drafters.checkpoints import on_last_stage
-from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter
+from toolkit_lm_drafters.model_drafter import Entries, ModelDrafter, Network
 from toolkit_lm_drafters.mtp_heads import LAYOUTS, MtpHead, MtpModel, find_layout
 from toolkit_lm_drafters.target_embedding import load_embedding
 
@@ -40,56 +41,27 @@ class MtpDrafter(ModelDrafter):
         self, model: nn.Module, config: VllmConfig, device: torch.device, **own: Any
     ) -> None:
         super().__init__(model, config, device, **own)
-        names = f"drafter 'mtp' and model {config.model.model!r}"
-        of = next((module for module in model.modules() if isinstance(module, LlamaParts)), None)
-        if not isinstance(of, CausalLM):
-            raise ConfigError(
-                f"{names}: the heads' layers are of the model's kind, and {type(model).__name__} "
-                "does not say what its layers are. Use a model of toolkit-lm-decoder, -deepseek or "
-                "-hybrid."
-            )
+        names = _names(config)
+        of = _target(model, names)
         try:
-            self.network = self.mtp = self._load(of, names)
-            self.embedding = load_embedding(of, config, device, self.plugins)
+            loaded = _network(of, names, self.plugins).load(device, self.plugins)
+            self.embedding = load_embedding(of, config, self.device, self.plugins)
         except CheckpointError as error:
             raise ConfigError(f"{names}: {error}") from error
+        assert isinstance(loaded, MtpModel)
+        self.network = self.mtp = loaded
         self.num_heads = self.mtp.num_heads
         rotary = of.get_submodule(of.decoder_name).rotary
         for head in self.mtp.heads:
             # Not a child: the tables belong to the model.
             vars(head)["rotary"] = rotary
 
-    def _load(self, of: CausalLM, names: str) -> MtpModel:
-        assert isinstance(of, LlamaParts)
-        checkpoint = of.vllm_config.checkpoint
-        assert checkpoint is not None, "a loaded model has a checkpoint"
-        loader = self.plugins.loaders.make(
-            self.config.load.load_format, checkpoint.source or checkpoint.path
-        )
-        num_layers = HFConfig(checkpoint.hf_config).require("num_hidden_layers", int)
-        if (found := find_layout(loader.names(), num_layers)) is None:
-            there = ", ".join(
-                f"{layout.example.format(layer=num_layers)} ({layout.families})"
-                for layout in LAYOUTS
-            )
-            raise ConfigError(f"{names}: the checkpoint has no MTP weights: none of {there}.")
-        layout, num_heads = found
-        kind = type(
-            "MtpModel",
-            (MtpModel,),
-            {
-                "layout": layout,
-                "num_heads": num_heads,
-                "parts_of_layer": type(of),
-                "packed": of.packed,
-            },
-        )
-        own = on_last_stage(of.vllm_config).with_checkpoint(
-            replace(checkpoint, hf_config=_longer(checkpoint.hf_config, num_layers, num_heads))
-        )
-        loaded = load_model(kind, own, self.device, self.plugins, prefix="drafter/mtp")
-        assert isinstance(loaded, MtpModel)
-        return loaded
+    @classmethod
+    def network_of(
+        cls, model: nn.Module, config: VllmConfig, plugins: Plugins, options: Any
+    ) -> Network:
+        names = _names(config)
+        return _network(_target(model, names), names, plugins)
 
     def run(self, step: StepRun, entries: Entries, hidden: Tensor | None, head: int) -> Tensor:
         assert hidden is not None, "offset is 1"
@@ -110,6 +82,53 @@ class MtpDrafter(ModelDrafter):
         assert isinstance(module, MtpHead)
         logits: Tensor = self.model.compute_logits(module.before_logits(hidden))
         return logits
+
+
+def _names(config: VllmConfig) -> str:
+    """Both sides, as errors name them."""
+    return f"drafter 'mtp' and model {config.model.model!r}"
+
+
+def _target(model: nn.Module, names: str) -> CausalLM:
+    """The language model that the heads are of. Raises ConfigError for a model without."""
+    of = next((module for module in model.modules() if isinstance(module, LlamaParts)), None)
+    if not isinstance(of, CausalLM):
+        raise ConfigError(
+            f"{names}: the heads' layers are of the model's kind, and {type(model).__name__} "
+            "does not say what its layers are. Use a model of toolkit-lm-decoder, -deepseek or "
+            "-hybrid."
+        )
+    return of
+
+
+def _network(of: CausalLM, names: str, plugins: Plugins) -> Network:
+    assert isinstance(of, LlamaParts)
+    checkpoint = of.vllm_config.checkpoint
+    assert checkpoint is not None, "a model has a checkpoint"
+    loader = plugins.loaders.make(
+        of.vllm_config.load.load_format, checkpoint.source or checkpoint.path
+    )
+    num_layers = HFConfig(checkpoint.hf_config).require("num_hidden_layers", int)
+    if (found := find_layout(loader.names(), num_layers)) is None:
+        there = ", ".join(
+            f"{layout.example.format(layer=num_layers)} ({layout.families})" for layout in LAYOUTS
+        )
+        raise ConfigError(f"{names}: the checkpoint has no MTP weights: none of {there}.")
+    layout, num_heads = found
+    kind = type(
+        "MtpModel",
+        (MtpModel,),
+        {
+            "layout": layout,
+            "num_heads": num_heads,
+            "parts_of_layer": type(of),
+            "packed": of.packed,
+        },
+    )
+    own = on_last_stage(of.vllm_config).with_checkpoint(
+        replace(checkpoint, hf_config=_longer(checkpoint.hf_config, num_layers, num_heads))
+    )
+    return Network(kind, own, "drafter/mtp")
 
 
 def _longer(hf_config: dict[str, Any], num_layers: int, num_heads: int) -> dict[str, Any]:

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 from toolkit_lm.messages import StepResult
-from toolkit_lm.step import Drafter, StepInputs, StepRun
+from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor
 
+from toolkit_lm_drafters.step_table import Tabled
 from toolkit_lm_drafters.token_index import TokenIndex, common_suffix
 
 _CANDIDATES = 32
 """Most earlier occurrences that are compared."""
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(Tabled):
     """Finds the last tokens of a sequence earlier in it, and drafts the tokens that followed there.
 
     The longest match counts, of equally long ones the latest. Each sequence has an index, which

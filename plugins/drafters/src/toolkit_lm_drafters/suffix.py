@@ -10,11 +10,12 @@ import numpy as np
 from msgspec import msgpack
 from toolkit_lm.config import parse_memory
 from toolkit_lm.messages import DraftRequest, NewSequence, StepResult
-from toolkit_lm.step import Drafter, StepInputs, StepRun
+from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor
 
 from toolkit_lm_drafters.corpus import Corpus, Guess, Limits
 from toolkit_lm_drafters.shared_outputs import SharedOutputs
+from toolkit_lm_drafters.step_table import Tabled
 
 _SIZES = (2, 6)
 """Tokens of the grams of a sequence's own tokens."""
@@ -33,7 +34,7 @@ class _Sequence:
         self.probabilities: list[float] = []
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(Tabled):
     """Finds the longest match of a sequence's last tokens, in the sequence itself and in the
     outputs of finished requests of the same scope, and drafts what followed most often.
 
