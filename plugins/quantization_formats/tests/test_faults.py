@@ -157,6 +157,9 @@ def test_a_layer_that_is_quantized_in_part(written, llama, tmp_path, name):
         load(tmp_path, checkpoint.method)
 
 
+SLOW = "(?=.*" * 9 + "!" + ")" * 9
+"""A pattern that `re` takes hours for."""
+MANY = "is no regular expression that can be used: .*takes more than 20000 steps"
 WRONG = {
     "gptq": [
         ({"bits": 5}, "bits is 5, and what is read is 2, 3, 4, 8"),
@@ -165,6 +168,7 @@ WRONG = {
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"is_marlin_format": True}, "is_marlin_format"),
         ({"dynamic": {"-:(": {}}}, "is no regular expression"),
+        ({"dynamic": {f"+:{SLOW}": {}}}, f"dynamic: '\\+:.*{MANY}"),
         ({"group_size": 48}, "groups of 48 inputs do not divide its 64 inputs"),
     ],
     "awq": [
@@ -177,6 +181,7 @@ WRONG = {
         ({"packing_format": "own"}, "packing_format is 'own'"),
         ({"data_type": "mx_fp"}, "data_type is 'mx_fp'"),
         ({"extra_config": {"(": {}}}, "is no regular expression"),
+        ({"extra_config": {SLOW: {}}}, f"extra_config: .*{MANY}"),
         ({"group_size": 48}, "groups of 48 inputs do not divide its 64 inputs"),
     ],
     "fp8": [
@@ -204,6 +209,7 @@ WRONG = {
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config rotates"),
         ({"ignore": ["re:("]}, "is no regular expression"),
+        ({"ignore": [f"re:{SLOW}"]}, f"targets or ignore: 're:.*{MANY}"),
         ({"config_groups": {"a": {}}}, "missing required field `targets`"),
         (ct("pack-quantized", ct_ints(num_bits=9)), "weights.num_bits is 9"),
         (ct("pack-quantized", ct_ints(type="float")), "weights.type is 'float'"),
@@ -249,6 +255,7 @@ WRONG = {
             "groups of 48 inputs do not divide its 64 inputs",
         ),
         (ao("FqnToConfig", fqn_to_config={"re:(": AO_INT8}), "is no regular expression"),
+        (ao("FqnToConfig", fqn_to_config={f"re:{SLOW}": AO_INT8}), f"fqn_to_config: .*{MANY}"),
     ],
     "mxfp4": [({"modules_to_not_convert": 3}, r"Expected `array \| null`, got `int`")],
 }

@@ -6,10 +6,10 @@ import re
 
 from msgspec import Struct, field
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import LinearSpec
+from toolkit_lm_weights.patterns import finds
 
-from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, one_of
+from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, matched, one_of
 from toolkit_lm_quantization_formats.gptq import BITS
 from toolkit_lm_quantization_formats.schemes import AwqColumns, PackedColumns, Scheme
 
@@ -76,10 +76,4 @@ def _matches(pattern: str, source: str) -> bool:
     """Whether a name is a regular expression, and finds the source."""
     if re.fullmatch(r"[\w.]+", pattern):
         return False
-    try:
-        return re.search(pattern, source) is not None
-    except re.error as error:
-        raise CheckpointError(
-            f"quantization_config of config.json: extra_config: {pattern!r} is no regular "
-            f"expression: {error}"
-        ) from None
+    return matched(finds, "extra_config", pattern, source)

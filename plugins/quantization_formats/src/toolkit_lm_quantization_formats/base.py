@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -12,10 +12,12 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ToolkitError, UnsupportedError
 from toolkit_lm.kv import FullSpec, KVCacheSpec
 from toolkit_lm.model import LinearMethod, LinearSpec, Quantization
+from toolkit_lm_weights.patterns import PatternError, begins
 from torch import Tensor
 
 from toolkit_lm_quantization_formats.schemes import Scheme, SchemeReader
 
+_NAME = re.compile(r"[\w.]+")
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
 T = TypeVar("T")
 
@@ -135,11 +137,30 @@ def group_of(size: int | None) -> int | None:
 
 def is_skipped(source: str, names: Iterable[str]) -> bool:
     """Whether a config's list of modules that are not quantized has a module: by its name, the end
-    or the beginning of it, or a regular expression."""
+    or the beginning of it, or a regular expression. Raises CheckpointError."""
     return any(
-        source.endswith(name) or re.match(rf"(?:{re.escape(name)}|{name})(?:\.|$)", source)
+        source.endswith(name)
+        or f"{source}.".startswith(f"{name}.")
+        or (
+            not _NAME.fullmatch(name)
+            and matched(begins, "the list of modules", rf"(?:{name})(?:\.|$)", source)
+        )
         for name in names
     )
+
+
+def matched(
+    how: Callable[[str, str], bool], field: str, pattern: str, source: str, *, prefix: str = ""
+) -> bool:
+    """Whether a module's name matches a regular expression of the config, in a bounded number of
+    steps. `how`: `matches`, `begins` or `finds`. Raises CheckpointError."""
+    try:
+        return how(pattern, source)
+    except PatternError as error:
+        raise CheckpointError(
+            f"quantization_config of config.json: {field}: {prefix + pattern[:200]!r} is no "
+            f"regular expression that can be used: {error}"
+        ) from None
 
 
 def one_of(field: str, value: T, known: Iterable[T]) -> T:

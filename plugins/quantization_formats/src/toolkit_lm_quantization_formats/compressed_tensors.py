@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from msgspec import Struct, field
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import LinearSpec
+from toolkit_lm_weights.patterns import begins
 
-from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, one_of
+from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, matched, one_of
 from toolkit_lm_quantization_formats.schemes import Nibbles, PackedRows, Plain, Scheme
 
 _CLASSES = {"embedding": "Embedding"}
@@ -88,12 +87,7 @@ class CompressedTensors(FormatQuantization):
 def _names(target: str, source: str) -> bool:
     if not target.startswith("re:"):
         return target == source
-    try:
-        return re.match(target[3:], source) is not None
-    except re.error as error:
-        raise CheckpointError(
-            f"quantization_config of config.json: {target!r} is no regular expression: {error}"
-        ) from None
+    return matched(begins, "targets or ignore", target[3:], source, prefix="re:")
 
 
 def _scheme(group: Group, stated: str | None) -> Scheme | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from msgspec import Struct
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import LinearSpec
+from toolkit_lm_weights.patterns import begins
 
-from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, one_of
+from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, matched, one_of
 from toolkit_lm_quantization_formats.schemes import PackedColumns, Scheme
 
 BITS = (2, 3, 4, 8)
@@ -58,7 +57,9 @@ class Gptq(FormatQuantization):
             "desc_act": config.desc_act,
         }
         for pattern, override in (config.dynamic or {}).items():
-            if _matches(re.sub(r"^[+-]:", "", pattern), source):
+            sign = pattern[:2] if pattern[:2] in ("+:", "-:") else ""
+            own = pattern.removeprefix(sign)
+            if matched(begins, "dynamic", own, source, prefix=sign):
                 if pattern.startswith("-:"):
                     return None
                 stated |= override
@@ -70,13 +71,3 @@ class Gptq(FormatQuantization):
             ordered=found.desc_act,
             zero_offset=self.zero_offset,
         )
-
-
-def _matches(pattern: str, source: str) -> bool:
-    try:
-        return re.match(pattern, source) is not None
-    except re.error as error:
-        raise CheckpointError(
-            f"quantization_config of config.json: dynamic: {pattern!r} is no regular expression: "
-            f"{error}"
-        ) from None

@@ -3,7 +3,6 @@ e4m3, with a scale per weight, per output, per group of inputs, or per block."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from msgspec import Struct
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import LinearSpec
+from toolkit_lm_weights.patterns import matches
 
-from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, one_of
+from toolkit_lm_quantization_formats.base import FormatQuantization, group_of, matched, one_of
 from toolkit_lm_quantization_formats.schemes import Plain, Scheme
 from toolkit_lm_quantization_formats.stored import FP8
 
@@ -73,7 +73,9 @@ class TorchAo(FormatQuantization):
         if source in self.schemes:
             return self.schemes[source]
         for name, scheme in self.schemes.items():
-            if name.startswith("re:") and _matches(name[3:], source):
+            if name.startswith("re:") and matched(
+                matches, "fqn_to_config", name[3:], source, prefix="re:"
+            ):
                 return scheme
         return self.schemes.get(_OTHERS)
 
@@ -139,12 +141,3 @@ class TorchAo(FormatQuantization):
         """An enumeration's or a dtype's name."""
         found = fields.get(name)
         return default if found is None else str(self.parse(Stated, found).data)
-
-
-def _matches(pattern: str, source: str) -> bool:
-    try:
-        return re.fullmatch(pattern, source) is not None
-    except re.error as error:
-        raise CheckpointError(
-            f"quantization_config of config.json: {pattern!r} is no regular expression: {error}"
-        ) from None
