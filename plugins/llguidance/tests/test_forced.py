@@ -143,6 +143,23 @@ def test_what_other_rules_leave_nothing_of_fails_as_ever(llm, in_turns):
     assert plain[1].startswith(drafted[1])
 
 
+def test_a_forced_run_begins_where_the_drawn_token_ends(llm):
+    """A token that reaches into what is forced may be drawn. A shorter one is not taken back."""
+    asked = {"regex": " (t|w)here is a cat in the house, and it is happy\\."}
+    ruled_out: list[int] = []
+    for _ in range(3):
+        bias = dict.fromkeys(ruled_out, -100.0)
+        [(tokens, text, *_)], _ = run(llm, {"temperature": 0, "logit_bias": bias}, [asked])
+        assert text[2:] == "here is a cat in the house, and it is happy."
+        ruled_out.append(tokens[0])
+    tokenizer = llm.get_tokenizer()
+    firsts = [tokenizer.decode([token]) for token in ruled_out]
+    assert len(set(firsts)) == 3
+    # The border of what is forced lies inside of the first.
+    assert max(len(first.strip()) for first in firsts) > len("t")
+    assert min(len(first.strip()) for first in firsts) < len("there")
+
+
 TIGHT = {
     "num_kv_blocks": 52,
     "block_size": 4,

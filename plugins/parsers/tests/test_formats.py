@@ -54,7 +54,43 @@ TEMPLATES = {
     ),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
     "seed": ("</seed:think>", None, "seed_think"),
-    "glm": ("<tool_call>{name}\n<arg_key>", None, None),
+    "glm": (f"<tool_call>{{name}}\n<arg_key> {THINK}", "glm", "think"),
+    "apertus": ("<|tools_prefix|> <|inner_prefix|><|inner_suffix|>", "apertus", "apertus_think"),
+    "command-a": ("<|START_ACTION|><|START_RESPONSE|><|END_THINKING|>", "cohere", "cohere_think"),
+    "deepseek-v3.2": (f"<{BAR}DSML{BAR}function_calls> {THINK}", "deepseek_v32", "think"),
+    "deepseek-v4": (f"<{BAR}DSML{BAR}tool_calls> {THINK}", "deepseek_v4", "think"),
+    "ernie4.5": (f"<tool_call> {THINK} <response>", "hermes", "response_think"),
+    "functionary-3.1": ("<function=example_function_name>{}</function>", "function_tag", None),
+    "functionary-3.2": (">>>all\n", "functionary", None),
+    "gigachat3": ("function call<|role_sep|>\n", "gigachat", None),
+    "granite3": ("write <|tool_call|> followed by a JSON list", "granite", None),
+    "granite-20b": ("<function_call> ", "granite_code", None),
+    "granite4": ("within <tool_call></tool_call> XML tags", "hermes", None),
+    "hunyuan-a13b": (f"<tool_calls> {THINK} <answer>", "hunyuan", "answer_think"),
+    "hunyuan3": ("<tool_calls><tool_call>f<tool_sep><arg_key>", "hunyuan_v3", None),
+    "internlm3": ("<|action_start|><|plugin|>", "internlm", None),
+    "jamba": ("<tool_calls>[{}]</tool_calls>", "hunyuan", None),
+    "kimi-k2": ("<|tool_calls_section_begin|>", "kimi_k2", None),
+    "kimi-k3": (
+        "<|open|>tools<|sep|><|open|>response<|sep|><|close|>think<|sep|>",
+        "kimi_k3",
+        "kimi_think",
+    ),
+    "lfm2": ("<|tool_call_start|>", "lfm2", None),
+    "longcat": ("<longcat_tool_call>", "longcat", None),
+    "minicpm5": ('<function name="f"><param name="a">', "minicpm", None),
+    "minimax-m1": ("<begin_of_document><tool_calls>", "minimax_m1", None),
+    "minimax-m2": (f"<minimax:tool_call> {THINK}", "minimax", "think"),
+    "nemotron-nano-2": (f"<TOOLCALL>[{{}}]</TOOLCALL> {THINK}", "nemotron", "think"),
+    "olmo3": ("<function_calls>", "olmo3", None),
+    "phi4-mini": ("<|tool|>{{ tools }}<|/tool|>", "phi4_mini", None),
+    "qwen3.5": (f"<tool_call>\n<function=f>\n<parameter=a> {THINK}", "qwen3_coder", "think"),
+    "seed-oss": ("<seed:tool_call><function=f><parameter=a></seed:think>", "seed", "seed_think"),
+    "step3": ("<steptml:invoke name=", "step3", None),
+    "minimax-m3": ("]<]minimax[>[<tool_call> <mm:think></mm:think>", "minimax_m3", "minimax_think"),
+    "inkling": ("<|message_model|><|content_text|>", "inkling", "inkling"),
+    "solar-open-2": ("<|tool_call:start|> <|think:end|>", "solar", "solar_think"),
+    "laguna": (f"<tool_call>f<arg_key> {THINK}", "glm", "think"),
 }
 TOOLS = [
     {
@@ -87,7 +123,18 @@ def test_a_structure_names_each_function(name):
     structure = PARSERS.make(name, "").structure(TOOLS, parallel=True)
     if structure is not None:
         text = json.dumps(structure, ensure_ascii=False)
-        marks = ('\\"', "=", ".", "]", f"sep{BAR}>", '"const": "', f"begin{BAR}>", "call:")
+        marks = (
+            '\\"',
+            "=",
+            ".",
+            "]",
+            f"sep{BAR}>",
+            '"const": "',
+            f"begin{BAR}>",
+            "call:",
+            '"begin": "',
+            ">",
+        )
         assert all(any(f"{mark}{function}" in text for mark in marks) for function in "fg")
 
 

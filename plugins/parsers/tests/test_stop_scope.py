@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from malformed import FIELD
-from recorded import RECORDED, TOOLS, Recorded
+from families import FIELD, RECORDED
+from recorded import TOOLS, Recorded
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.sequence_text import SequenceText

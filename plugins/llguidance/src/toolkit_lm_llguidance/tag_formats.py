@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llguidance import regex_to_lark
+from llguidance import grammar_from, regex_to_lark
 from toolkit_lm.errors import RequestError
+from toolkit_lm_structured_output.checks import MAX_TEXT
 
 MAX_FORMATS = 4096
 """Formats in each other."""
@@ -17,6 +18,7 @@ _PARENTHESES = 4
 _TYPES = (
     "any_text",
     "const_string",
+    "grammar",
     "json_schema",
     "or",
     "regex",
@@ -61,6 +63,8 @@ class FormatGrammar:
                 return "TEXT"
             case "const_string":
                 return self._literal(self._text(tag_format, "value", where))
+            case "grammar":
+                return self._grammar(self._text(tag_format, "grammar", where), where)
             case "json_schema":
                 return (
                     f"%json {json.dumps(self._checked(tag_format.get('json_schema', {}), where))}"
@@ -84,6 +88,16 @@ class FormatGrammar:
                 return self._separated(tag_format, where, depth)
             case _:
                 return self._triggered(tag_format, where, depth)
+
+    def _grammar(self, text: str, where: str) -> str:
+        """A grammar of its own, in Lark or GBNF, as a rule."""
+        if len(text) > MAX_TEXT:
+            raise self._wrong(where, f"has {len(text)} characters; at most {MAX_TEXT} are allowed")
+        try:
+            lark = grammar_from("grammar", text)
+        except ValueError as error:
+            raise self._wrong(where, f"is not valid: {error}") from None
+        return self._rule(f"%lark {{\n{lark}\n}}")
 
     def _tag(
         self, tag_format: Mapping[str, Any], where: str, depth: int, begin: str | None = None

@@ -8,34 +8,21 @@ from typing import Any
 
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
-from toolkit_lm_parsers.json_calls import JsonCalls, dumps
-from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
+from toolkit_lm_parsers.python_calls import PythonCalls, python_calls
 from toolkit_lm_parsers.reading import Reading
-from toolkit_lm_parsers.scanning import is_readable
-from toolkit_lm_parsers.structures import Structure, calls
+from toolkit_lm_parsers.structures import Structure, calls, sequence, text
 
 _PYTHON_TAG = "<|python_tag|>"
 _PYTHON_START = "<|python_start|>"
 _PYTHON_END = "<|python_end|>"
 _TAGS = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
 """Around calls: nothing of their own, and never content."""
+_NAME = '{"name": '
 _BEGINS = ("{", "[")
 """First characters of a call, or of a list of calls."""
-_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "v": "\v",
-    "a": "\a",
-    "0": "\0",
-    "\n": "",
-}
-_CODES = {"x": 2, "u": 4, "U": 8}
 
 
-class BareCallsParser(JsonCalls):
+class BareCallsParser(PythonCalls):
     """Finds calls of functions of the request in an answer, as JSON and in the manner of Python:
     models of both kinds write both.
 
@@ -67,7 +54,7 @@ class BareCallsParser(JsonCalls):
         is_next = False
         while not is_next and not (found and self.at_end):
             is_next = yield from self.comes((*_BEGINS, *_TAGS))
-            call = None if is_next else (yield from self._python_call())
+            call = None if is_next else (yield from self.python_call())
             if call is None:
                 break
             found.append(call)
@@ -108,7 +95,7 @@ class BareCallsParser(JsonCalls):
             yield from self.accept("[")
             yield from self.spaces()
             is_json = yield from self.comes(("{",))
-            done = yield from (self.json_calls(is_list=True) if is_json else self._python_list())
+            done = yield from (self.json_calls(is_list=True) if is_json else self.python_list())
         if done:
             yield from self._separator()
         return done
@@ -122,20 +109,6 @@ class BareCallsParser(JsonCalls):
         if (yield from self.comes((*_BEGINS, *_TAGS))) or self.at_end:
             self.release()
         self.go_back()
-
-    def _python_list(self) -> Reading[bool]:
-        """The calls of a list in the manner of Python, whose bracket was read."""
-        while (call := (yield from self._python_call())) is not None and self.call(*call):
-            self.keep()
-            yield from self.spaces()
-            if (yield from self.accept("]")):
-                return True
-            if not (yield from self.accept(",")):
-                return self.at_end
-            yield from self.spaces()
-            if (yield from self.accept("]")):
-                return True
-        return False
 
     def give_up(self) -> None:
         if self.is_cut and self.is_begun():
@@ -171,148 +144,6 @@ class BareCallsParser(JsonCalls):
         ]
         return [*names, *(f"[{name}(" for name in self.functions)]
 
-    def _known_name(self) -> Reading[str | None]:
-        """The name of a function of the request, and what begins its arguments. None: another text
-        comes."""
-        name = ""
-        while True:
-            character = yield from self.peek()
-            if character == "(" and name in self.functions:
-                self.at += 1
-                return name
-            name += character
-            if not character or not any(function.startswith(name) for function in self.functions):
-                return None
-            self.at += 1
-
-    def _python_call(self) -> Reading[tuple[str, str] | None]:
-        """Reads a call as (name, arguments). None: the next text is not a call."""
-        self.named = None
-        name = yield from self._known_name()
-        if name is None:
-            return None
-        self.named = name
-        arguments = yield from self._arguments()
-        if arguments is None or not is_readable(arguments):
-            return None
-        self.named = None
-        return name, arguments
-
-    def _arguments(self) -> Reading[str | None]:
-        """The JSON of the arguments up to the parenthesis that ends them, which the end of an
-        answer may lack. None: they are malformed."""
-        written: list[str] = []
-        yield from self.spaces()
-        while not (yield from self.accept(")")):
-            if self.at_end and written and not self.cut:
-                break
-            key = yield from self.word(("=", ":", ",", ")"))
-            key = None if key is None else key.strip("\"'")
-            if key is None or not key.isidentifier() or (yield from self.accept_any("=:")) is None:
-                return None
-            yield from self.spaces()
-            value = yield from self._value(0)
-            if value is None:
-                return None
-            written.append(f"{dumps(key)}: {value}")
-            yield from self.spaces()
-            if (
-                not (yield from self.accept(","))
-                and not (yield from self.comes((")",)))
-                and not self.at_end
-            ):
-                return None
-            yield from self.spaces()
-        return f"{{{', '.join(written)}}}"
-
-    def _value(self, depth: int) -> Reading[str | None]:
-        """The JSON of a literal. None: it is none."""
-        first = yield from self.peek()
-        if depth > MAX_DEPTH or not first:
-            return None
-        if first in "'\"":
-            text = yield from self._string()
-            return None if text is None else dumps(text)
-        for opening, closing in ("[]", "()"):
-            if first == opening:
-                self.at += 1
-                return (yield from self._items(closing, depth))
-        if first == "{":
-            self.at += 1
-            return (yield from self._mapping(depth))
-        word = ""
-        while (character := (yield from self.peek())) and character not in ",)]}: \n\t":
-            word += character
-            self.at += 1
-            if len(word) > 400:
-                return None
-        # The end of the text may have cut it.
-        return None if self.at_end and self.cut else literal(word)
-
-    def _items(self, closing: str, depth: int) -> Reading[str | None]:
-        items: list[str] = []
-        yield from self.spaces()
-        while not (yield from self.accept(closing)):
-            value = yield from self._value(depth + 1)
-            if value is None:
-                return None
-            items.append(value)
-            yield from self.spaces()
-            if not (yield from self.accept(",")) and (yield from self.peek()) != closing:
-                return None
-            yield from self.spaces()
-        return f"[{', '.join(items)}]"
-
-    def _mapping(self, depth: int) -> Reading[str | None]:
-        items: list[str] = []
-        yield from self.spaces()
-        while not (yield from self.accept("}")):
-            key = (yield from self._string()) if (yield from self.peek()) in ("'", '"') else None
-            yield from self.spaces()
-            if key is None or not (yield from self.accept(":")):
-                return None
-            yield from self.spaces()
-            value = yield from self._value(depth + 1)
-            if value is None:
-                return None
-            items.append(f"{dumps(key)}: {value}")
-            yield from self.spaces()
-            if not (yield from self.accept(",")) and (yield from self.peek()) != "}":
-                return None
-            yield from self.spaces()
-        return f"{{{', '.join(items)}}}"
-
-    def _string(self) -> Reading[str | None]:
-        quote = yield from self.accept_any(("'''", '"""'))
-        if quote is None:
-            quote = yield from self.peek()
-            self.at += 1
-        read: list[str] = []
-        while True:
-            mark = yield from self.until((quote, "\\"), read.append)
-            if mark == quote:
-                return "".join(read)
-            if mark is None:
-                return None
-            character = yield from self.peek()
-            self.at += 1
-            if character in _CODES:
-                code = ""
-                while (
-                    len(code) < _CODES[character]
-                    and (digit := (yield from self.peek()))
-                    and digit in "0123456789abcdefABCDEF"
-                ):
-                    code += digit
-                    self.at += 1
-                if len(code) < _CODES[character] or int(code, 16) > 0x10FFFF:
-                    return None
-                read.append(chr(int(code, 16)))
-            elif character in ("'", '"', "\\") or character in _ESCAPES:
-                read.append(_ESCAPES.get(character, character))
-            else:
-                read.append(f"\\{character}")
-
 
 def _plain(text: str) -> str:
     return "".join(text.split()).replace("'", '"')
@@ -336,14 +167,13 @@ class LlamaJsonFormat(AnswerFormat):
     def structure(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
     ) -> Structure | None:
-        if not required:
-            return None
         return calls(
             tools,
-            lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+            lambda name: f'{_NAME}{json.dumps(name)}, "parameters": ',
             "}",
             parallel=parallel,
             separator="; ",
+            trigger=None if required else f'{_NAME}"',
         )
 
 
@@ -361,3 +191,10 @@ class PythonicFormat(AnswerFormat):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return BareCallsParser(tools)
+
+    def structure(
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
+    ) -> Structure | None:
+        # A bracket may begin any text.
+        listed = python_calls(tools, parallel=parallel)
+        return sequence(text("["), listed, text("]")) if required else None

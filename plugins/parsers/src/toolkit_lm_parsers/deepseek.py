@@ -9,7 +9,7 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls
 from toolkit_lm_parsers.reading import Reading
-from toolkit_lm_parsers.structures import Structure, calls, sequence, text
+from toolkit_lm_parsers.structures import Structure, amid_text, calls, sequence, text
 
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
 _LOW = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -87,9 +87,9 @@ class DeepSeekFormat(AnswerFormat):
                 else f"{_CALL[0]}{name}{_SEP[0]}"
             )
 
-        if not required:
-            return None
         is_fenced = f"{_FENCE}json" in self.template
         end = f"\n{_FENCE}{_END_CALL[0]}" if is_fenced else _END_CALL[0]
         listed = calls(tools, begin, end, parallel=parallel, separator="\n" if is_fenced else "")
+        if not required:
+            return amid_text(_CALLS[0], _CALLS[0], listed, _END_CALLS[0])
         return sequence(text(_CALLS[0]), listed, text(_END_CALLS[0]))

@@ -12,7 +12,7 @@ from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
 from toolkit_lm_parsers.reading import Reading
 from toolkit_lm_parsers.schemas import Copies, Schemas
-from toolkit_lm_parsers.structures import Structure, calls
+from toolkit_lm_parsers.structures import Structure, calls, refuse_grammars
 
 _CLOSES = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 _QUOTES = ("<escape>", '<|"|>')
@@ -172,9 +172,7 @@ class GemmaFormat(AnswerFormat):
     def structure(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
     ) -> Structure | None:
-        if not required:
-            # Special tokens, that may mean something else, are no part of free text.
-            return None
+        refuse_grammars(tools)
         opening = next((mark for mark in _CLOSES if mark in self.template), next(iter(_CLOSES)))
         quote = _QUOTES[[*_CLOSES].index(opening)]
         copies = Copies()
@@ -185,4 +183,5 @@ class GemmaFormat(AnswerFormat):
             parallel=parallel,
             separator="",
             content=lambda schema: GemmaArguments(quote, schema, len(tools), copies).structure(),
+            trigger=None if required else opening,
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit_lm.renderer import AnswerParser, ContentScope, StopScope
+from toolkit_lm.renderer import AnswerParser, StopScope
 
 from toolkit_lm_parsers.json_calls import JsonCalls
 from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.reading import Reading
+from toolkit_lm_parsers.scanning import scope_of
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, sequence, tag
 
 _START = "<|start|>"
@@ -149,10 +150,7 @@ class HarmonyFormat(MarkedReasoning):
         return HarmonyParser(prompt_end, tools)
 
     def stop_scope(self, prompt_end: str) -> StopScope:
-        parser = HarmonyParser(prompt_end, ())
-        # White space is known to be content as it comes, whatever follows.
-        parser.content.ends = False
-        return ContentScope(parser)
+        return scope_of(HarmonyParser(prompt_end, ()))
 
     def structure(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
@@ -161,7 +159,14 @@ class HarmonyFormat(MarkedReasoning):
         def begin(name: str) -> str:
             return f"{_CHANNEL}commentary to={_FUNCTIONS}{name} {_CONSTRAIN}json{_MESSAGE}"
 
-        return calls(tools, begin, "", parallel=False) if required else None
+        called = calls(tools, begin, "", parallel=False)
+        if required:
+            return called
+        preamble = tag(f"{_CHANNEL}commentary{_MESSAGE}", ANY_TEXT, f"{_END}{_START}assistant")
+        return choice(called, sequence(preamble, called), self.content(ANY_TEXT))
+
+    def content(self, structure: Structure) -> Structure:
+        return tag(f"{_CHANNEL}final{_MESSAGE}", structure, "")
 
     def after_reasoning(
         self, structure: Structure, template_kwargs: Mapping[str, Any]

@@ -23,12 +23,18 @@ class JsonCalls(ScanParser):
 
     opens: tuple[str, ...] = ()
     """Marks that begin a call, or several. They are never content."""
+    words: tuple[str, ...] = ()
+    """Those of `opens` that are content where no call follows."""
     closes: tuple[str, ...] = ()
     """Marks that end a call. After one that begins, they are never content."""
     ends: tuple[str, ...] = ()
     """Other texts that may end a call."""
     named: str | None = None
     """The function of a call that is being read."""
+    names: tuple[str, ...] = _NAMES
+    """Keys of a function's name in a call."""
+    argument_names: tuple[str, ...] = _ARGUMENTS
+    """Keys of its arguments."""
     only_known = False
     """True: calls to functions that the request does not have are content. For formats without
     marks."""
@@ -80,12 +86,12 @@ class JsonCalls(ScanParser):
             ):
                 return False
             yield from self.spaces()
-            if key in _NAMES and name is None:
+            if key in self.names and name is None:
                 name = yield from self.json_text()
                 if not name or not self.is_callable(name):
                     return False
                 self.named = name
-            elif key in _ARGUMENTS and arguments is None:
+            elif key in self.argument_names and arguments is None:
                 arguments = yield from self.json_arguments(name)
                 if arguments is None:
                     return False
@@ -158,7 +164,7 @@ class JsonCalls(ScanParser):
         marks = (*self.opens, *self.closes)
         text = self.read_again(marks)
         for mark in marks:
-            text = text.replace(mark, "")
+            text = text if mark in self.words else text.replace(mark, "")
         self.say(text)
 
     def is_begun(self) -> bool:
@@ -172,12 +178,16 @@ class JsonCalls(ScanParser):
 class MarkedCalls(JsonCalls):
     """Reads calls that begin with a mark, between which content may stand."""
 
+    keeps_first_ends = False
+    """Marks that end a call are content before one that begins a call: as text they may be meant.
+    """
+
     @abstractmethod
     def read_calls(self, mark: str) -> Reading[bool]:
         """Reads the text after a mark. False: it is not a call, or the text ends within it."""
 
     def run(self) -> Reading[None]:
-        has_begun = False
+        has_begun = not self.keeps_first_ends
         while (mark := (yield from self.until((*self.opens, *self.closes), self.say))) is not None:
             if mark in self.closes:
                 # Before anything was opened it can only be meant.
@@ -186,6 +196,8 @@ class MarkedCalls(JsonCalls):
             has_begun = True
             self.keep()
             if not (yield from self.read_calls(mark)):
+                if mark in self.words and not self.is_cut:
+                    self.say(mark)
                 self.give_up()
             self.release()
 

@@ -12,9 +12,11 @@ from toolkit_lm_parsers.reading import Reading
 from toolkit_lm_parsers.schemas import Schemas, refers
 from toolkit_lm_parsers.structures import (
     Structure,
+    amid_text,
     calls,
     functions_of,
     json_schema,
+    refuse_grammars,
     sequence,
     text,
 )
@@ -69,13 +71,16 @@ class MistralFormat(AnswerFormat):
     def structure(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True
     ) -> Structure | None:
-        if not required:
-            # Special tokens, that may mean something else, are no part of free text.
-            return None
         if _ARGS in self.template:
             return calls(
-                tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator=""
+                tools,
+                lambda name: f"{_CALLS}{name}{_ARGS}",
+                "",
+                parallel=parallel,
+                separator="",
+                trigger=None if required else _CALLS,
             )
+        refuse_grammars(tools)
         # Older models write all calls as one list.
         functions: list[dict[str, Any]] = []
         definitions: dict[str, Any] = {}
@@ -101,4 +106,6 @@ class MistralFormat(AnswerFormat):
             **({} if parallel else {"maxItems": 1}),
         }
         listed |= {"$defs": definitions} if definitions else {}
+        if not required:
+            return amid_text(_CALLS, _CALLS, json_schema(listed), "")
         return sequence(text(_CALLS), json_schema(listed))

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from toolkit_lm.renderer import AnswerDelta, AnswerParser, ToolCallDelta
+from toolkit_lm.renderer import (
+    AnswerDelta,
+    AnswerParser,
+    ContentScope,
+    StopScope,
+    ToolCallDelta,
+)
 
 from toolkit_lm_parsers.reading import Reading, TextReader
 
@@ -28,6 +34,9 @@ class ScanParser(TextReader, AnswerParser):
         """The call that is given in pieces."""
         self._num_given_up = 0
         """Calls that were given in part, and were none."""
+        self.call_id = ""
+        """The id of the next call, if the model writes one."""
+        self._ids = set[str]()
         self.lacks_call = False
         """The end of the text has cut a call, which is left out."""
         self._running: Reading[None] | None = None
@@ -97,12 +106,21 @@ class ScanParser(TextReader, AnswerParser):
         if not self.in_pieces:
             return None
         self._end_begun()
-        begun = self._begun = BegunCall(self.num_calls + self._num_given_up, name)
+        begun = BegunCall(self.num_calls + self._num_given_up, name, self._next_id())
+        self._begun = begun
 
         def add_piece(piece: str) -> None:
             self._calls += begun.pieces(piece)
 
         return add_piece
+
+    def _next_id(self) -> str:
+        """The id that the model wrote, unless an earlier call has it."""
+        number, self.call_id = self.call_id, ""
+        if number in self._ids:
+            return ""
+        self._ids.add(number)
+        return number
 
     def _end_begun(self) -> None:
         """Ends a call that was given in pieces before it was complete."""
@@ -121,7 +139,8 @@ class ScanParser(TextReader, AnswerParser):
             self._begun = None
         else:
             self._end_begun()
-            self._calls.append(ToolCallDelta(self.num_calls + self._num_given_up, name, arguments))
+            index = self.num_calls + self._num_given_up
+            self._calls.append(ToolCallDelta(index, name, arguments, self._next_id()))
         self.num_calls += 1
         self._held = None
         return True
@@ -148,9 +167,11 @@ class BegunCall:
     """A call that is given in pieces. The last character of its arguments waits until the call is
     complete: without that character they are not valid JSON."""
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, name: str, number: str) -> None:
+        """`number`: the id that the model wrote, or nothing."""
         self._index = index
         self._name = name
+        self._id = number
         self._sent: list[str] = []
         self._last = ""
         self.is_given = False
@@ -164,8 +185,10 @@ class BegunCall:
         if self.is_given and not new:
             return []
         self._sent.append(new)
-        name, self.is_given = "" if self.is_given else self._name, True
-        return [ToolCallDelta(self._index, name, new)]
+        if self.is_given:
+            return [ToolCallDelta(self._index, "", new)]
+        self.is_given = True
+        return [ToolCallDelta(self._index, self._name, new, self._id)]
 
     def is_of(self, name: str, arguments: str) -> bool:
         """Whether what was given is of this call."""
@@ -221,3 +244,10 @@ class Trimmed:
     def drain(self) -> str:
         new, self._new = "".join(self._new), []
         return new
+
+
+def scope_of(parser: ScanParser) -> StopScope:
+    """The scope of stop texts in a new parser's content, in which white space is content as it
+    comes, whatever follows."""
+    parser.content.ends = False
+    return ContentScope(parser)

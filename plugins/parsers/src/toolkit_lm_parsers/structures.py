@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit_lm.errors import RequestError
+
+from toolkit_lm_parsers.escaped_grammars import escaped
+
 Structure = dict[str, Any]
 ANY_TEXT: Structure = {"type": "any_text"}
+DIGITS: Structure = {"type": "regex", "pattern": "[0-9]+"}
+GRAMMAR = "x-grammar"
+"""The keyword of a text's schema for its grammar, in Lark."""
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -22,6 +30,37 @@ def text(value: str) -> Structure:
 
 def json_schema(schema: Any) -> Structure:
     return {"type": "json_schema", "json_schema": schema}
+
+
+def json_value(schema: Any) -> Structure:
+    """A JSON document: of a schema, or a text of a grammar that the schema has, or an object of
+    one such text."""
+    if isinstance(schema, Mapping):
+        if isinstance(lark := schema.get(GRAMMAR), str):
+            return sequence(text('"'), grammar(escaped(lark)), text('"'))
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and len(properties) == 1:
+            [(name, value)] = properties.items()
+            if isinstance(value, Mapping) and GRAMMAR in value:
+                return sequence(text(f"{{{json.dumps(name)}: "), json_value(value), text("}"))
+    return json_schema(schema)
+
+
+def refuse_grammars(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RequestError for a custom tool with a grammar, where a format cannot hold to it."""
+    for name, schema in functions_of(tools):
+        properties = schema.get("properties")
+        for value in properties.values() if isinstance(properties, Mapping) else ():
+            if isinstance(value, Mapping) and GRAMMAR in value:
+                raise RequestError(
+                    f"tools: this model's calls cannot be held to the grammar of {name!r}. Use a "
+                    "regex, or text.",
+                    "tools",
+                )
+
+
+def grammar(lark: str) -> Structure:
+    return {"type": "grammar", "grammar": lark}
 
 
 def sequence(*elements: Structure) -> Structure:
@@ -43,7 +82,7 @@ def calls(
     *,
     parallel: bool,
     separator: str = "\n",
-    content: Callable[[dict[str, Any]], Structure] = json_schema,
+    content: Callable[[dict[str, Any]], Structure] = json_value,
     trigger: str | None = None,
 ) -> Structure:
     """One call, or several where `parallel`: each what `begin` makes of the name, the arguments,
@@ -67,4 +106,15 @@ def calls(
         "separator": separator,
         "at_least_one": True,
         "stop_after_first": False,
+    }
+
+
+def amid_text(trigger: str, begin: str, listed: Structure, end: str) -> Structure:
+    """Any text, in which calls may come, at its end: what begins with `trigger` is the whole of
+    them, between two texts."""
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": [tag(begin, listed, end)],
+        "stop_after_first": True,
     }

@@ -19,6 +19,11 @@ MAX_DEPTH = 64
 """Deepest nesting of objects and lists in a schema."""
 MAX_CHOICES = 5_000
 MAX_TAGS = 64
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords whose values are data."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values have schemas by name."""
+_COMBINED = ("allOf", "anyOf", "oneOf")
 
 
 def schema_of(wish: Wish) -> dict[str, Any] | None:
@@ -79,19 +84,34 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int, str]]:
             ]
 
 
-def _closed(schema: Any) -> Any:
-    """The schema whose objects have no properties but those that it names."""
+def _closed(schema: Any, *, is_open: bool = False) -> Any:
+    """The schema whose objects have no properties but those that it names.
+
+    `is_open`: one of several parts of an object, which has the properties of the others, too.
+    """
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        name: value if name in ("const", "enum", "default", "examples") else _closed(value)
-        for name, value in schema.items()
-    }
-    if isinstance(closed.get("properties"), dict) or isinstance(
-        closed.get("patternProperties"), dict
-    ):
+    parts = {name: schema[name] for name in _COMBINED if isinstance(schema.get(name), list)}
+    num_parts = len(parts.get("allOf", ())) + sum(
+        name in schema for name in ("properties", "$ref", "anyOf", "oneOf")
+    )
+    are_open = is_open or num_parts > 1
+    closed: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _DATA:
+            closed[name] = value
+        elif name in _NAMED and isinstance(value, dict):
+            closed[name] = {key: _closed(part) for key, part in value.items()}
+        elif name in parts:
+            closed[name] = [_closed(part, is_open=are_open) for part in value]
+        else:
+            closed[name] = _closed(value)
+    names_some = any(
+        isinstance(schema.get(name), dict) for name in ("properties", "patternProperties")
+    )
+    if names_some and not are_open:
         closed.setdefault("additionalProperties", False)
     return closed
 

@@ -146,6 +146,7 @@ def _from_response_format(params: Mapping[str, Any]) -> Wish | None:
             param,
             "json",
             _schema(schema.get("schema", {}), "response_format.json_schema.schema"),
+            additional_properties=schema.get("strict") is not True,
             lenient=schema.get("strict") is False,
         )
     schemas = [(name, params[name]) for name in known if params.get(name) is not None]
