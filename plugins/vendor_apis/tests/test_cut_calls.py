@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from malformed import WRITTEN, form_of
+from families import WRITTEN
+from malformed import form_of
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins

@@ -16,6 +16,7 @@ from toolkit_lm_server.request_fields import (
     reported,
     sampling_parameters,
 )
+from toolkit_lm_server.tools import drop_hosted
 
 from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part, url_part
@@ -59,11 +60,17 @@ class PromptBody(EngineBody):
     model_config = examples(_EXAMPLE)
 
     messages: Items[dict[str, Any]]
+    """The conversation, the oldest message first."""
     system: str | Items[dict[str, Any]] | None = None
+    """The system message: a text, or blocks of text."""
     tools: Items[dict[str, Any]] | None = None
+    """Functions that the model may call, each with a name and an input_schema."""
     tool_choice: dict[str, Any] | None = None
+    """The tools to call: {"type": "auto"}, "any", "none", or "tool" with a name."""
     thinking: dict[str, Any] | None = None
+    """Whether and how long the model reasons: {"type": "enabled", "budget_tokens": 1024}."""
     output_config: dict[str, Any] | None = None
+    """The form of the answer, `format`, and the effort of the reasoning, `effort`."""
 
     verdicts = VERDICTS
     nested = {
@@ -108,7 +115,11 @@ class PromptBody(EngineBody):
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if self.tools:
             fields |= {
-                "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)],
+                "tools": [
+                    made
+                    for index, tool in enumerate(self.tools)
+                    if (made := _tool(tool, f"tools[{index}]")) is not None
+                ],
                 **self._tool_choice(),
             }
         return fields | self._output_config()
@@ -167,7 +178,9 @@ class MessagesBody(PromptBody):
 
     max_tokens: int
     stop_sequences: Items[str] | None = None
+    """Texts that end the answer. They are not part of it."""
     stream: bool | None = None
+    """The answer comes as server-sent events, as it is generated."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -300,11 +313,11 @@ def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     )
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """A tool of a chat; None for one that Anthropic runs, or that is known by its type alone."""
     if tool.get("type") not in (None, "custom"):
-        raise RequestError(
-            f"{where}: this server runs no tools of type {printable(repr(tool['type']))}.", "tools"
-        )
+        drop_hosted(tool["type"], where)
+        return None
     function = {
         "name": _str(tool, "name", where),
         "parameters": tool.get("input_schema") or {"type": "object"},

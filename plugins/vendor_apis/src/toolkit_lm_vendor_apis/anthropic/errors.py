@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
 from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.schema_texts import Described
 
 _TYPES = {
     401: "authentication_error",
@@ -18,12 +18,12 @@ _TYPES = {
 }
 
 
-class AnthropicErrorDetail(BaseModel):
+class AnthropicErrorDetail(Described):
     type: str
     message: str
 
 
-class AnthropicError(BaseModel):
+class AnthropicError(Described):
     """Body of an error."""
 
     type: Literal["error"]

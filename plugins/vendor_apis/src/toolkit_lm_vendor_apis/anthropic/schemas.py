@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+from toolkit_lm_server.schema_texts import Described
 
 
-class ContentBlock(BaseModel):
+class ContentBlock(Described):
     type: Literal["text", "thinking", "tool_use"]
     text: str = ""
     thinking: str = ""
@@ -17,7 +18,7 @@ class ContentBlock(BaseModel):
     input: dict[str, Any] = {}
 
 
-class MessageUsage(BaseModel):
+class MessageUsage(Described):
     input_tokens: int
     """Without those that were cached."""
     cache_creation_input_tokens: int
@@ -25,7 +26,7 @@ class MessageUsage(BaseModel):
     output_tokens: int
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(Described):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -36,7 +37,7 @@ class AnthropicMessage(BaseModel):
     usage: MessageUsage
 
 
-class MessageEvent(BaseModel):
+class MessageEvent(Described):
     """An event of a stream."""
 
     model_config = ConfigDict(extra="allow")
@@ -44,5 +45,5 @@ class MessageEvent(BaseModel):
     type: str
 
 
-class TokenCount(BaseModel):
+class TokenCount(Described):
     input_tokens: int

@@ -57,22 +57,32 @@ class CohereChatBody(EngineBody):
     model_config = examples(_EXAMPLE, {**_EXAMPLE, "stream": True})
 
     messages: Items[dict[str, Any]]
+    """The conversation, the oldest message first."""
     stream: bool | None = None
+    """The answer comes as server-sent events, as it is generated."""
     max_tokens: int | None = None
     stop_sequences: Items[str] | None = None
+    """Texts that end the answer. They are not part of it."""
     temperature: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     k: int | None = None
-    """0: all tokens."""
+    """The number of likeliest tokens to draw from: top_k. 0: all tokens."""
     p: float | None = None
+    """The sum of probabilities to which tokens are drawn: top_p."""
     logprobs: bool | None = None
+    """The answer has the log probabilities of its tokens."""
     tools: Items[dict[str, Any]] | None = None
+    """Functions that the model may call, as OpenAI has them."""
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
+    """"REQUIRED" has the model call a tool, "NONE" call none."""
     strict_tools: bool | None = None
+    """Arguments of calls are of the tools' schemas."""
     response_format: dict[str, Any] | None = None
+    """The form of the answer: {"type": "json_object", "schema": ...}."""
     thinking: dict[str, Any] | None = None
+    """Whether and how long the model reasons: {"type": "enabled", "token_budget": 1024}."""
 
     verdicts = VERDICTS
     nested = {

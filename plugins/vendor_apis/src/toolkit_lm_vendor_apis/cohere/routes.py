@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from toolkit_lm_server.answer_schemas import streams
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.chat import Chat, ChatAnswer
@@ -15,31 +15,32 @@ from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import are_large
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.schema_texts import Described
 
 from toolkit_lm_vendor_apis.cohere.body import NAMES, CohereChatBody
 from toolkit_lm_vendor_apis.cohere.output import ChatEvents, Output
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 
-class CohereError(BaseModel):
+class CohereError(Described):
     """Body of an error."""
 
     message: str
 
 
-class CohereMessage(BaseModel):
+class CohereMessage(Described):
     role: Literal["assistant"]
     content: list[dict[str, str]] = []
     tool_calls: list[dict[str, Any]] = []
 
 
-class CohereUsage(BaseModel):
+class CohereUsage(Described):
     billed_units: dict[str, int]
     tokens: dict[str, int]
     cached_tokens: int
 
 
-class CohereChat(BaseModel):
+class CohereChat(Described):
     id: str
     message: CohereMessage
     finish_reason: Literal[
@@ -49,7 +50,7 @@ class CohereChat(BaseModel):
     logprobs: list[dict[str, Any]] = []
 
 
-class CohereEvent(BaseModel):
+class CohereEvent(Described):
     """An event of a stream."""
 
     model_config = ConfigDict(extra="allow")

@@ -84,6 +84,7 @@ class NamedModel(EngineBody):
     nested = {"options": ((), {**OPTIONS, **idle("no token is sampled", " ".join(_OPTIONS))})}
 
     options: dict[str, Any] | None = None
+    """Sampling parameters, by Ollama's names."""
 
     @property
     def name(self) -> str | None:
@@ -108,8 +109,9 @@ class _Generating(NamedModel):
     format: str | dict[str, Any] | None = None
     """"json", or a JSON schema."""
     stream: bool = True
+    """The answer comes as lines of JSON, as it is generated."""
     think: bool | str | None = None
-    """False: reasoning is not shown."""
+    """Whether the model reasons, or with which effort. False: reasoning is not shown."""
 
     def _fields(self) -> dict[str, Any]:
         # Whoever does not want a stream wants its durations.
@@ -162,6 +164,7 @@ class OllamaChatBody(_Generating):
     messages: Items[dict[str, Any]] = []
     """Messages of the chat. An empty list only asks to load the model, which is loaded already."""
     tools: Items[dict[str, Any]] | None = None
+    """Functions that the model may call, as OpenAI has them."""
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
@@ -188,7 +191,9 @@ class GenerateBody(_Generating):
     prompt: str = ""
     """Without one, the model is loaded, which it is."""
     system: str | None = None
+    """A system message before the prompt."""
     images: Items[str] | None = None
+    """Images of the prompt, in base64."""
     raw: bool = False
     """The prompt is taken as it is, without the chat template."""
     suffix: str | None = None
@@ -226,9 +231,11 @@ class EmbedBody(NamedModel):
     model_config = examples({"input": "Once upon a time"})
 
     input: Annotated[str | list[str], SkipValidation]
+    """The text, or the texts."""
     truncate: bool = True
     """Texts that are too long are cut; else they are an error."""
     dimensions: int | None = None
+    """Dimensions that vectors are cut to, for models that allow it."""
 
 
 class OldEmbedBody(NamedModel):
@@ -237,6 +244,7 @@ class OldEmbedBody(NamedModel):
     model_config = examples({"prompt": "Once upon a time"})
 
     prompt: str
+    """The text."""
 
 
 class ShowBody(NamedModel):

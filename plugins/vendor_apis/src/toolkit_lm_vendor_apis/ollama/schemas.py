@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from toolkit_lm_server.schema_texts import Described
 
 
-class OllamaError(BaseModel):
+class OllamaError(Described):
     error: str
 
 
-class _Figures(BaseModel):
+class _Figures(Described):
     """With the last object of an answer."""
 
     model: str
@@ -26,7 +26,7 @@ class _Figures(BaseModel):
     eval_duration: int | None = None
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(Described):
     role: Literal["assistant"]
     content: str
     thinking: str | None = None
@@ -42,7 +42,7 @@ class OllamaText(_Figures):
     thinking: str | None = None
 
 
-class OllamaVectors(BaseModel):
+class OllamaVectors(Described):
     model: str
     embeddings: list[list[float]]
     total_duration: int
@@ -50,15 +50,15 @@ class OllamaVectors(BaseModel):
     prompt_eval_count: int
 
 
-class OllamaVector(BaseModel):
+class OllamaVector(Described):
     embedding: list[float]
 
 
-class OllamaVersion(BaseModel):
+class OllamaVersion(Described):
     version: str
 
 
-class OllamaDetails(BaseModel):
+class OllamaDetails(Described):
     parent_model: str
     format: str
     family: str
@@ -67,7 +67,7 @@ class OllamaDetails(BaseModel):
     quantization_level: str
 
 
-class OllamaModel(BaseModel):
+class OllamaModel(Described):
     name: str
     model: str
     modified_at: str
@@ -76,7 +76,7 @@ class OllamaModel(BaseModel):
     details: OllamaDetails
 
 
-class OllamaModels(BaseModel):
+class OllamaModels(Described):
     models: list[OllamaModel]
 
 
@@ -86,11 +86,11 @@ class RunningModel(OllamaModel):
     context_length: int
 
 
-class RunningModels(BaseModel):
+class RunningModels(Described):
     models: list[RunningModel]
 
 
-class OllamaCard(BaseModel):
+class OllamaCard(Described):
     modelfile: str
     parameters: str
     template: str
