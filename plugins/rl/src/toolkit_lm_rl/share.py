@@ -1,0 +1,80 @@
+"""Messages between the front and the engine's halves. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of running requests in a pause. "abort": they end. "wait": they finish first.
+"keep": they go on after it."""
+Tag = Literal["weights", "kv_cache", "scheduling"]
+"""What `wake_up` brings back."""
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "scheduling")
+PART = "rl"
+
+
+class State(Struct, frozen=True):
+    """State of an engine."""
+
+    is_paused: bool
+    """Nothing is computed: the engine was paused, or it sleeps."""
+    level: int
+    """Level at which the engine sleeps; 0: it is awake."""
+    asleep: list[Tag]
+    """What `wake_up` has not brought back yet."""
+    weight_version: str
+    """Version of the weights; empty: those of the checkpoint."""
+    num_begun: int
+    """Requests that have begun, and have not ended."""
+
+
+class Pause(Struct, frozen=True):
+    """A pause."""
+
+    mode: PauseMode = "abort"
+
+
+class Sleep(Struct, frozen=True):
+    """A sleep."""
+
+    level: int = 1
+    mode: PauseMode = "abort"
+
+
+class WakeUp(Struct, frozen=True):
+    """An end of a sleep, or of a part of it."""
+
+    tags: list[Tag] | None = None
+
+
+class Staged(Struct, frozen=True):
+    """A file of tensors for the next weights, in the format of safetensors."""
+
+    path: str
+    owned: bool = False
+    """Nobody changes the file any more, so that it can stay mapped. It may be deleted."""
+
+
+class Call(Struct, frozen=True):
+    """A call of a method of the workers' extension, with values as `values.packed` makes them."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CallResult(Struct, frozen=True):
+    """Result of a call on one rank."""
+
+    value: Any
+    num_staged: int
+    """Tensors of new weights that the method has given to its model."""
+
+
+class Update(Struct, frozen=True):
+    """New weights: the tensors that were staged, and the present ones for all others."""
+
+    version: str | None = None
+    """Version of the weights. None: one more than the present one, if that is a number."""
