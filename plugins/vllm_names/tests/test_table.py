@@ -203,6 +203,12 @@ TRANSLATED = [
         {"compilation_config": '{"cudagraph_mode": "full", "cudagraph_capture_sizes": [1, 2]}'},
     ),
     ({"distributed_executor_backend": "ray"}, {"executor": "ray"}),
+    ({"hf_overrides": {"is_matryoshka": True}}, {"matryoshka": True}),
+    ({"hf_overrides": '{"a": {"b": 1}}'}, {"hf_overrides": '{"a": {"b": 1}}'}),
+    (
+        {"override_generation_config": {"top_p": 0.5}},
+        {"override_generation_config": '{"top_p": 0.5}'},
+    ),
     ({"distributed_executor_backend": "mp"}, {}),
     ({"nobody_has_it": 1, "block_size": 8}, {"nobody_has_it": 1, "block_size": 8}),
     ({"gpu_memory_utilization": 0.5, "kv_cache_memory": "1GiB"}, {"kv_cache_memory": "1GiB"}),
@@ -215,7 +221,10 @@ REFUSED = [
     ({"lora_modules": ['{"name": "a"}']}, "each needs a name and a path"),
     ({"data_parallel_size_local": 2}, "data_parallel_size"),
     ({"cpu_offload_gb": 1}, "stay on their device"),
-    ({"hf_overrides": {"rope_theta": 1.0}}, "config.json"),
+    ({"rope_theta": 1.0}, "hf_overrides"),
+    ({"hf_overrides": print}, "functions are not taken"),
+    ({"override_generation_config": 3}, "a mapping of sampling parameters"),
+    ({"logits_processors": ["nothing"]}, "give classes, or their paths"),
     ({"hf_config_path": "elsewhere"}, "config.json"),
     ({"config_format": "mistral"}, "config.json"),
     ({"reasoning_config": {"reasoning_start_str": "<think>"}}, "reasoning_parser"),
@@ -242,7 +251,7 @@ REFUSED = [
     ),
     ({"compilation_config": {"debug_dump_path": "/tmp"}}, "nothing is dumped"),
     ({"max_cudagraph_capture_size": 64}, "list the sizes"),
-    ({"distributed_executor_backend": "external_launcher"}, "use mp, uni or ray"),
+    ({"distributed_executor_backend": "torchrun"}, "use mp, uni, ray or external_launcher"),
 ]
 
 

@@ -7,8 +7,10 @@ This entry module only registers them; each is imported when it is used.
 """
 
 import lazy_loader
-from toolkit_lm.plugin import OptionNamesRegistry, hookimpl
+from toolkit_lm.plugin import LogitsProcessorRegistry, OptionNamesRegistry, hookimpl
 from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
+
+from toolkit_lm_vllm_names.arguments import Options as Options, ProcessorArguments, TraceArguments
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module.
@@ -18,6 +20,14 @@ __getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 @hookimpl
 def toolkit_register_option_names(option_names: OptionNamesRegistry) -> None:
     option_names.add("vllm", "toolkit_lm_vllm_names.table:translate")
+
+
+@hookimpl
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    target = "toolkit_lm_vllm_names.vllm_processors:VllmProcessors"
+    processors.add("vllm_processors", target, params=ProcessorArguments)
+    target = "toolkit_lm_vllm_names.trace_replay:TraceReplay"
+    processors.add("trace_replay", target, params=TraceArguments)
 
 
 # Optional: what else it brings works without the command line, too.

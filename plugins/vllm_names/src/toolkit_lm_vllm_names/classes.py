@@ -2,81 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
-
-import toolkit_lm
 from toolkit_lm import (
     CompletionOutput,
-    PoolingParams,
+    ExplicitEncoderDecoderPrompt,
+    Logprob,
+    PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
-    SamplingParams,
     TextPrompt,
     TokensPrompt,
 )
 from toolkit_lm.prompts import Prompt
 
-from toolkit_lm_vllm_names.beam_search import BeamSearchOutput, BeamSearchParams
-from toolkit_lm_vllm_names.engine_args import EngineArgs
+from toolkit_lm_vllm_names.engines import AsyncLLM, LLMEngine
+from toolkit_lm_vllm_names.llm import LLM
+from toolkit_lm_vllm_names.pooling_params import PoolingParams
+from toolkit_lm_vllm_names.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "ExplicitEncoderDecoderPrompt",
     "LLMEngine",
+    "Logprob",
+    "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
+    "SingletonPrompt",
     "TextPrompt",
     "TokensPrompt",
 ]
 
-
-class LLM(toolkit_lm.LLM):
-    """toolkit_lm.LLM with beam searches as vLLM has them. A type checker takes vLLM's options."""
-
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        """Takes options by vLLM's names or ours, otherwise like toolkit_lm.LLM. Raises
-        ToolkitError."""
-        super().__init__(model, **options)
-
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **options: Any
-    ) -> list[BeamSearchOutput]:
-        """The likeliest sequences of each prompt. `options` are those of `generate`."""
-        outputs = self.generate(prompts, params.sampling_params(), **options)
-        return [params.result(output) for output in outputs]
-
-
-class LLMEngine(toolkit_lm.LLMEngine):
-    """toolkit_lm.LLMEngine, made from EngineArgs."""
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine of these options. Raises ToolkitError."""
-        return cls(engine_args.create_engine_config())
-
-
-class AsyncLLM(toolkit_lm.AsyncLLM):
-    """toolkit_lm.AsyncLLM, made from EngineArgs."""
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine of these options. Raises ToolkitError."""
-        return cls(engine_args.create_engine_config())
-
-    def shutdown(self) -> None:
-        """Alias of `close`."""
-        self.close()
-
-
 AsyncLLMEngine = AsyncLLM
 EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput
+EmbeddingOutput = ClassificationOutput = ScoringOutput = PoolingOutput
+PromptType = Prompt
+SingletonPrompt = str | TextPrompt | TokensPrompt

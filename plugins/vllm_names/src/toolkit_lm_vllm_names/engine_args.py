@@ -11,7 +11,7 @@ from toolkit_lm.config import Option, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, nearest
 
 from toolkit_lm_vllm_names.name import Name
-from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, names, translate
+from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, engine_options, names
 from toolkit_lm_vllm_names.values import parsed
 
 
@@ -36,7 +36,7 @@ class EngineArgs:
         """The config; TOOLKIT_LM_* variables give what is not given. Raises ConfigError."""
         stated = {name: value for name, value in vars(self).items() if value is not None}
         return VllmConfig.make(
-            **load_options(VllmConfig.options(), translate(stated), environ=os.environ)
+            **load_options(VllmConfig.options(), engine_options(stated), environ=os.environ)
         )
 
     @classmethod

@@ -18,8 +18,9 @@ _OWN_LAYOUT = "there is one layout of weights and caches, and the results are th
 
 ENGINE: list[Name] = [
     *same(
-        "model", "revision", "seed", "runner", "convert", "load_format", "tokenizer", "model_impl"
+        *("model", "revision", "seed", "runner", "convert", "load_format", "tokenizer"),
     ),
+    *same("model_impl", convert=values.model_impl, note="vllm: auto"),
     *same(
         "tensor_parallel_size",
         "pipeline_parallel_size",
@@ -27,10 +28,11 @@ ENGINE: list[Name] = [
         "node_rank",
         "scheduling_policy",
         "preemption_mode",
-        "max_logprobs",
+        "logprobs_mode",
         "block_size",
         "device",
     ),
+    *same("max_logprobs", convert=values.max_logprobs, note="-1: any number"),
     *same(
         "enable_expert_parallel",
         is_switch=True,
@@ -104,7 +106,10 @@ ENGINE: list[Name] = [
         "mistral: mistral; auto, hf: by the checkpoint",
     ),
     *renamed(
-        "distributed_executor_backend", "executor", values.executor, "mp, uni: auto; ray: ray"
+        "distributed_executor_backend",
+        "executor",
+        values.executor,
+        "mp, uni: auto; ray, external_launcher",
     ),
     *renamed("nnodes", "nodes"),
     *renamed("async_scheduling", "overlap", is_switch=True),
@@ -127,6 +132,7 @@ ENGINE: list[Name] = [
     *renamed("allowed_media_domains", "allowed_media_hosts"),
     *free(_EAGER, "enforce_eager", is_switch=True),
     *free(_NO_GRAPHS, "enable_flashinfer_autotune", is_switch=True),
+    *free("every engine can sleep", "enable_sleep_mode", is_switch=True),
     *renamed(
         "cudagraph_capture_sizes",
         "compilation_config",
@@ -255,6 +261,12 @@ ENGINE: list[Name] = [
         "no model is spread so", "cp_kv_cache_interleave_size", "numa_bind_nodes", "numa_bind_cpus"
     ),
     *free("no model is spread so", "disable_nccl_for_dp_synchronization", is_switch=True),
+    *renamed(
+        "worker_extension_cls",
+        "plugin_option",
+        values.worker_extension,
+        "rl.worker_extension_cls",
+    ),
     *renamed("enable_lora", "plugin_option", values.adapters_on, "lora.enabled", is_switch=True),
     *renamed("max_loras", "plugin_option", values.adapters("max_adapters"), "lora.max_adapters"),
     *renamed("max_lora_rank", "plugin_option", values.adapters("max_rank"), "lora.max_rank"),
@@ -313,10 +325,25 @@ ENGINE: list[Name] = [
         values.structured_outputs,
         "structured_output.backend",
     ),
+    *same(
+        "hf_overrides",
+        convert=values.hf_overrides,
+        note="is_matryoshka: matryoshka; classifier_from_token: classifier_tokens",
+    ),
+    *same("override_generation_config", convert=values.override_generation_config),
+    *renamed(
+        "logits_processors",
+        "plugin_option",
+        values.logits_processors,
+        "vllm_names.logits_processors: classes, or their paths",
+    ),
     *free(
         "there is no other backend to fall back to",
         "guided_decoding_disable_fallback",
         is_switch=True,
+    ),
+    *free(
+        "a request may always give trace_decode_token_ids", "enable_trace_replay", is_switch=True
     ),
     *free(
         "metrics are those of the page Observability",

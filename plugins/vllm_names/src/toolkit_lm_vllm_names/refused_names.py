@@ -12,6 +12,7 @@ _MASTER = "both are one option: master, HOST:PORT of node 0."
 _NO_SUCH_ADAPTERS = "adapters (LoRA) are chosen by requests, and are of language models' layers."
 _NO_OFFLOAD = "weights and caches stay on their device."
 _NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
+_OVERRIDES = "set the field of config.json by hf_overrides."
 _CHECKPOINT = "put it into the config.json of a copy of the checkpoint's folder."
 _HUB = "set the variables of huggingface_hub: HF_HOME, HF_HUB_CACHE, HF_TOKEN."
 _TRACES = "install toolkit-lm-opentelemetry and set OTEL_EXPORTER_OTLP_ENDPOINT."
@@ -86,14 +87,8 @@ REFUSED: list[Name] = [
         "mamba_ssm_cache_dtype",
         "mamba_block_size",
     ),
-    *refused(
-        _CHECKPOINT,
-        "hf_overrides",
-        "rope_scaling",
-        "rope_theta",
-        "quantization_config",
-        "override_attention_dtype",
-    ),
+    *refused(_OVERRIDES, "rope_scaling", "rope_theta", "quantization_config"),
+    *refused(_CHECKPOINT, "override_attention_dtype"),
     *refused(_CHECKPOINT, "hf_config_path"),
     *refused("the config.json of a checkpoint is read.", "config_format", neutral=("hf",)),
     *refused(
@@ -101,10 +96,6 @@ REFUSED: list[Name] = [
     ),
     *refused(
         _CHECKPOINT, "disable_sliding_window", "allow_deprecated_quantization", is_switch=True
-    ),
-    *refused(
-        "write a generation_config.json, and give its folder as generation_config.",
-        "override_generation_config",
     ),
     *refused(_HUB, "download_dir", "hf_token"),
     *refused("the revision is that of the model.", "code_revision", "tokenizer_revision"),
@@ -115,7 +106,6 @@ REFUSED: list[Name] = [
     ),
     *refused(
         "write a logits processor: the hook toolkit_register_logits_processors.",
-        "logits_processors",
         "logits_processor_pattern",
     ),
     *refused(
@@ -124,7 +114,6 @@ REFUSED: list[Name] = [
     *refused(
         "write an executor: the hook toolkit_register_executors.",
         "worker_cls",
-        "worker_extension_cls",
     ),
     *refused("write a renderer: the hook toolkit_register_renderers.", "io_processor_plugin"),
     *refused("write a parser: the hook toolkit_register_parsers.", "reasoning_parser_plugin"),
@@ -135,11 +124,6 @@ REFUSED: list[Name] = [
         is_switch=True,
     ),
     *refused(
-        "log probabilities are those of the model, before sampling parameters.",
-        "logprobs_mode",
-        neutral=("raw_logprobs",),
-    ),
-    *refused(
         "answers hold tokens, texts and log probabilities.",
         "enable_return_routed_experts",
         "return_sampling_mask",
@@ -148,7 +132,6 @@ REFUSED: list[Name] = [
     *refused(
         "requests are drawn as their seeds say.",
         "use_fp64_gumbel",
-        "enable_trace_replay",
         is_switch=True,
     ),
     *refused("write a model: the hook toolkit_register_models.", "model_class_overrides"),
@@ -173,7 +156,6 @@ REFUSED: list[Name] = [
         "media is fetched from hosts, and comes as data; files of the server are never read.",
         "allowed_local_media_path",
     ),
-    *refused("stop the engine, and start it again.", "enable_sleep_mode", is_switch=True),
     *refused(_TRACES, "enable_layerwise_nvtx_tracing", is_switch=True),
     *refused("set restart_engine.", "fault_tolerance_config"),
     *refused("set restart_engine.", "enable_fault_tolerance", is_switch=True),

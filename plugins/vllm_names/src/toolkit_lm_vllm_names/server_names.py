@@ -110,7 +110,7 @@ SERVER: list[Name] = [
         of_server=True,
     ),
     *free(
-        "answers have no system_fingerprint",
+        "system_fingerprint is a digest of the configuration",
         "fingerprint_mode",
         "fingerprint_value",
         of_server=True,
@@ -172,7 +172,7 @@ SERVER: list[Name] = [
     ),
     *refused("set log_level and log_format.", "log_config_file", of_server=True),
     *refused(
-        "timings are metrics and traces.",
+        "a request asks for them: timings.",
         "enable_per_request_metrics",
         is_switch=True,
         of_server=True,

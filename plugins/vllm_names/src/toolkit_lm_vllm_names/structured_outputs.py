@@ -18,3 +18,12 @@ class StructuredOutputsParams(TypedDict, total=False):
     whitespace_pattern: str
     disable_any_whitespace: bool
     disable_additional_properties: bool
+
+
+class GuidedDecodingParams(StructuredOutputsParams, total=False):
+    """The older name, for `SamplingParams(guided_decoding=...)`. An engine's option chooses the
+    library of grammars."""
+
+    backend: str
+    backend_was_auto: bool
+    disable_fallback: bool

@@ -71,6 +71,19 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
     return _merged(made, {name: value for name, value in options.items() if name not in TABLE})
 
 
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an engine in our names, as `translate` gives them. Experts of an engine with one
+    rank are not divided. Raises ConfigError."""
+    made = translate(options)
+    if made.get("enable_expert_parallel") and made.get("tensor_parallel_size") in (None, 1):
+        logger.warning(
+            "vLLM's 'enable_expert_parallel' has no effect here without tensor_parallel_size of 2 "
+            "or more: each engine has all experts."
+        )
+        del made["enable_expert_parallel"]
+    return made
+
+
 def _merged(made: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """Both; `others` win. Plugins' options are merged, also with those that are written as
     texts."""

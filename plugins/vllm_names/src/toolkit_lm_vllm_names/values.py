@@ -29,23 +29,72 @@ _TASKS: dict[str, dict[str, Any]] = {
     "plugin": {"runner": "pooling"},
 }
 _PARSERS = {
-    "deepseek_v3": "deepseek",
-    "deepseek_v31": "deepseek",
-    "qwen3_xml": "qwen3_coder",
-    "qwen": "hermes",
-    "llama4_json": "llama3_json",
-    "llama3_pythonic": "pythonic",
-    "llama4_pythonic": "pythonic",
-    "openai": "harmony",
-    "openai_gptoss": "harmony",
-    "functiongemma": "gemma",
-    "gemma4": "gemma",
-    "qwen3": "think",
-    "glm45": "think",
-    "minimax_m2": "think",
-    "seed_oss": "seed_think",
+    "tool_call_parser": {
+        "cohere_command3": "cohere",
+        "cohere_command4": "cohere",
+        "deepseek_v3": "deepseek",
+        "deepseek_v31": "deepseek",
+        "ernie45": "hermes",
+        "functiongemma": "gemma",
+        "gemma4": "gemma",
+        "gigachat3": "gigachat",
+        "glm45": "glm",
+        "glm47": "glm",
+        "granite-20b-fc": "granite_code",
+        "granite4": "hermes",
+        "hunyuan_a13b": "hunyuan",
+        "hy_v3": "hunyuan_v3",
+        "jamba": "hunyuan",
+        "llama3_pythonic": "pythonic",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "mimo": "qwen3_coder",
+        "minicpm5": "minicpm",
+        "minimax_m2": "minimax",
+        "openai": "harmony",
+        "openai_gptoss": "harmony",
+        "phi4_mini_json": "phi4_mini",
+        "qwen": "hermes",
+        "qwen3_xml": "qwen3_coder",
+        "poolside_v1": "glm",
+        "seed_oss": "seed",
+        "solar_open2": "solar",
+        "step3p5": "qwen3_coder",
+        "xlam": "llama3_json",
+    },
+    "reasoning_parser": {
+        "cohere_command3": "cohere_think",
+        "cohere_command4": "cohere_think",
+        "deepseek_v3": "think",
+        "deepseek_v31": "think",
+        "deepseek_v32": "think",
+        "deepseek_v4": "think",
+        "ernie45": "response_think",
+        "gemma4": "gemma_think",
+        "glm45": "think",
+        "glm47": "think",
+        "granite": "granite_think",
+        "holo2": "think",
+        "hunyuan_a13b": "answer_think",
+        "hy_v3": "think",
+        "kimi_k2": "think",
+        "kimi_k3": "kimi_think",
+        "minimax_m2": "think",
+        "minimax_m3": "minimax_think",
+        "mistral": "mistral_think",
+        "nemotron_v3": "think",
+        "olmo3": "think",
+        "openai": "harmony",
+        "openai_gptoss": "harmony",
+        "qwen3": "think",
+        "poolside_v1": "think",
+        "seed_oss": "seed_think",
+        "solar_open2": "solar_think",
+        "step3": "think",
+        "step3p5": "think",
+    },
 }
-"""vLLM's names of parsers that have other names here, of tool calls and of reasoning."""
+"""vLLM's names of parsers that have other names here, by the option."""
 _GRAMMARS = {
     "auto": "auto",
     "guidance": "llguidance",
@@ -67,6 +116,7 @@ _POOLER = {
     "logit_mean": "logit_mean",
     "logit_sigma": "logit_sigma",
 }
+_CLASSIFIER = "ForSequenceClassification"
 _DEFAULT_SHARE = 0.9
 
 
@@ -243,9 +293,66 @@ def tokenizer_mode(value: Any) -> dict[str, Any]:
 def executor(value: Any) -> dict[str, Any]:
     """Converts the executor's name. Executors on this machine are chosen by the number of
     workers."""
-    if value not in ("mp", "uni", "auto", "ray"):
-        raise ValueError("use mp, uni or ray, or an executor of a plugin: the option executor.")
-    return {"executor": "ray"} if value == "ray" else {}
+    if value not in ("mp", "uni", "auto", "ray", "external_launcher"):
+        raise ValueError(
+            "use mp, uni, ray or external_launcher, or a plugin's executor: the option executor."
+        )
+    return {"executor": value} if value in ("ray", "external_launcher") else {}
+
+
+def model_impl(value: Any) -> dict[str, Any]:
+    """vLLM's own classes are ours."""
+    return {"model_impl": "auto" if value == "vllm" else value}
+
+
+def hf_overrides(value: Any) -> dict[str, Any]:
+    """Fields of config.json. is_matryoshka and those of a classifier made of the head's rows are
+    options."""
+    found = parsed(value)
+    if not isinstance(found, Mapping):
+        raise ValueError("it is a mapping of fields; functions are not taken.")
+    fields = dict(found)
+    made: dict[str, Any] = {"matryoshka": True} if fields.pop("is_matryoshka", False) else {}
+    made |= _classifier_of_head(fields)
+    return made | {"hf_overrides": json.dumps(fields)} if fields else made
+
+
+def _classifier_of_head(fields: dict[str, Any]) -> dict[str, Any]:
+    """Options of a classifier made of the head's rows. Their fields are taken out of `fields`, with
+    the name of a class that vLLM converts the model to."""
+    words = fields.pop("classifier_from_token", None)
+    method = fields.pop("method", None)
+    original = fields.pop("is_original_qwen3_reranker", False)
+    if words is None:
+        if method is not None or original:
+            raise ValueError("method and is_original_qwen3_reranker need classifier_from_token.")
+        return {}
+    [name, *others] = fields.get("architectures") or [""]
+    if name.endswith(_CLASSIFIER) and not others:
+        del fields["architectures"]
+    if method is None:
+        method = "from_2_way_softmax" if original else "no_post_processing"
+    return {
+        "convert": "classify",
+        "classifier_tokens": list(words),
+        "classifier_method": method,
+        # Prompts of pairs are those of the caller.
+        "score_template": "pair",
+    }
+
+
+def override_generation_config(value: Any) -> dict[str, Any]:
+    """Sampling defaults."""
+    found = parsed(value)
+    if not isinstance(found, Mapping):
+        raise ValueError("it is a mapping of sampling parameters.")
+    return {"override_generation_config": json.dumps(dict(found))} if found else {}
+
+
+def max_logprobs(value: Any) -> dict[str, Any]:
+    """Number of log probabilities per token; -1: any, up to the whole vocabulary."""
+    found = parsed(value)
+    return {"max_logprobs": 2**20 if found == -1 else found}
 
 
 def pooler_config(value: Any) -> dict[str, Any]:
@@ -256,7 +363,10 @@ def pooler_config(value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping)
         else {name: getattr(value, name, None) for name in _POOLER}
     )
-    stated = {name: value for name, value in fields.items() if value is not None}
+    ignored = ("enable_flash_late_interaction", "task")
+    stated = {
+        name: value for name, value in fields.items() if value is not None and name not in ignored
+    }
     if unknown := stated.keys() - _POOLER.keys():
         raise ValueError(f"there is no {sorted(unknown)[0]!r}. Known: {', '.join(_POOLER)}.")
     return {_POOLER[name]: value for name, value in stated.items()}
@@ -307,7 +417,9 @@ def middleware(value: Any) -> dict[str, Any]:
 
 def parser(ours: str) -> Callable[[Any], dict[str, Any]]:
     """A parser of answers, by vLLM's name."""
-    return lambda value: {} if asks_nothing(value) else {ours: _PARSERS.get(str(value), str(value))}
+    return lambda value: (
+        {} if asks_nothing(value) else {ours: _PARSERS[ours].get(str(value), str(value))}
+    )
 
 
 def log_level(value: Any) -> dict[str, Any]:
@@ -327,6 +439,12 @@ def adapters(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"plugin_option": {"lora": {name: parsed(value)}}}
 
 
+def worker_extension(value: Any) -> dict[str, Any]:
+    """The path of a class, module.Class, or the class."""
+    path = f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else str(value)
+    return {"plugin_option": {"rl": {"worker_extension_cls": path}}} if path else {}
+
+
 def adapters_on(value: Any) -> dict[str, Any]:
     """True, or False."""
     return adapters("enabled")(True) if parsed(value) else {}
@@ -343,3 +461,20 @@ def adapter_modules(value: Any) -> dict[str, Any]:
             found = f"{found['name']}={found['path']}"
         modules.append(str(found))
     return adapters("modules")(modules)
+
+
+def logits_processors(value: Any) -> dict[str, Any]:
+    """Classes of vLLM's form, or their paths: MODULE:CLASS or MODULE.CLASS."""
+    found = parsed(value)
+    paths = []
+    for processor in found if isinstance(found, list | tuple) else [found]:
+        if isinstance(processor, type):
+            path = f"{processor.__module__}:{processor.__qualname__}"
+            if "<locals>" in path:
+                raise ValueError(f"{path} is of a function: define it in a module.")
+        elif isinstance(processor, str) and ("." in processor or ":" in processor):
+            path = processor if ":" in processor else ":".join(processor.rsplit(".", 1))
+        else:
+            raise ValueError("give classes, or their paths, MODULE:CLASS.")
+        paths.append(path)
+    return {"plugin_option": {"vllm_names": {"logits_processors": paths}}} if paths else {}

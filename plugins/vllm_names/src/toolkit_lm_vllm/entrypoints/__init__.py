@@ -1,0 +1,5 @@
+"""vLLM's `vllm.entrypoints`: faces of the engine."""
+
+from toolkit_lm_vllm_names.absent import absent
+
+__getattr__ = absent(__name__)

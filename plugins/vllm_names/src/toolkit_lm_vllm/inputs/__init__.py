@@ -1,0 +1,20 @@
+"""vLLM's `vllm.inputs`: prompts."""
+
+from toolkit_lm_vllm_names.absent import absent
+from toolkit_lm_vllm_names.classes import (
+    ExplicitEncoderDecoderPrompt,
+    PromptType,
+    SingletonPrompt,
+    TextPrompt,
+    TokensPrompt,
+)
+
+__all__ = [
+    "ExplicitEncoderDecoderPrompt",
+    "PromptType",
+    "SingletonPrompt",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+__getattr__ = absent(__name__)

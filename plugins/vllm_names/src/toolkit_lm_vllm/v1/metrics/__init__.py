@@ -1,0 +1,5 @@
+"""vLLM's `vllm.v1.metrics`: figures."""
+
+from toolkit_lm_vllm_names.absent import absent
+
+__getattr__ = absent(__name__)

@@ -1,0 +1,44 @@
+import asyncio
+import time
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+PAUSE_DURATION = 0.3
+
+
+async def main():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="tiny", enforce_eager=True))
+    sampling_params = SamplingParams(max_tokens=30, ignore_eos=True)
+    token_times: list[float] = []
+
+    async def generate():
+        outputs = []
+        async for output in engine.generate(
+            request_id="a story", prompt="Once upon a time", sampling_params=sampling_params
+        ):
+            outputs.append(output)
+            token_times.append(time.monotonic())
+        return outputs[-1]
+
+    async def control():
+        while len(token_times) < 5:
+            await asyncio.sleep(0.001)
+        await engine.pause_generation(mode="keep")
+        before = len(token_times)
+        await asyncio.sleep(PAUSE_DURATION)
+        await engine.resume_generation()
+        return before
+
+    output, before = await asyncio.gather(generate(), control())
+    assert output.finished
+    print(f"Tokens: {len(output.outputs[0].token_ids)}")
+    if before < len(token_times):
+        gap = token_times[before] - token_times[before - 1]
+        print(f"Paused: {gap >= PAUSE_DURATION * 0.9}")
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
