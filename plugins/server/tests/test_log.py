@@ -258,13 +258,23 @@ def test_throughput(caplog):
     metrics.totals.prompt = 100
     metrics.totals.cached = 25
     metrics.totals.output = 50
+    metrics.recent.first.extend([(0.01, 1), (0.02, 1), (0.4, 1)])
+    metrics.recent.between.extend([(0.001, 98), (0.002, 1), (0.5, 1)])
     one.tend()
     [line] = caplog.records
     assert re.fullmatch(
         r"[\d.]+ prompt tokens/s, [\d.]+ output tokens/s; 3 sequences running, 2 requests waiting; "
-        r"KV cache 25\.0% used, prefix cache hits 25\.0%",
+        r"KV cache 25\.0% used, prefix cache hits 25\.0%; first token p50 20\.0 ms, p99 400\.0 ms; "
+        r"between tokens p50 1\.0 ms, p99 2\.0 ms",
         line.getMessage(),
     )
+    told = {name: value for name, value in line.fields.items() if name.endswith("_seconds")}
+    assert told == {
+        "time_to_first_token_p50_seconds": 0.02,
+        "time_to_first_token_p99_seconds": 0.4,
+        "inter_token_latency_p50_seconds": 0.001,
+        "inter_token_latency_p99_seconds": 0.002,
+    }
     assert (line.fields["num_running"], line.fields["prefix_cache_hit_rate"]) == (3, 0.25)
     metrics.loads[0] = LoadEvent(
         time=0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=4
@@ -273,6 +283,10 @@ def test_throughput(caplog):
     assert len(caplog.records) == 1
     Throughput(metrics).tend()
     assert len(caplog.records) == 1
+    # Latencies of the line before are not repeated.
+    metrics.totals.output = 60
+    one.tend()
+    assert caplog.records[-1].getMessage().endswith("prefix cache hits 0.0%")
 
 
 async def test_the_start_is_summed_up(caplog):

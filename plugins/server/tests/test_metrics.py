@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,13 +193,13 @@ def waits(text: str, name: str) -> dict[str, float]:
 def test_those_who_wait_are_told_by_reason(reason):
     """In vLLM's words too: what waits for room in the batch is its "capacity"."""
     load = {"num_running": 1, "num_waiting": 5, "num_used_blocks": 1, "num_total_blocks": 2}
-    for names_, prefix in (("toolkit-lm", "toolkit_lm_"), ("vllm", "vllm:")):
-        metrics = Metrics(names=names_)
+    for prefix in ("toolkit_lm_", "vllm:"):
+        metrics = Metrics()
         name = f"{prefix}num_requests_waiting_by_reason"
         metrics.toolkit_event(LoadEvent(time=1, waiting_by_reason={reason: 3, "queue": 2}, **load))
         told = waits(metrics.text().decode(), name)
         assert sum(told.values()) == (2 if reason == "queue" else 5)
-        if names_ == "vllm":
+        if prefix == "vllm:":
             assert set(told) <= {"capacity", "deferred"}
         metrics.toolkit_event(LoadEvent(time=2, **load | {"num_waiting": 0}))
         assert not waits(metrics.text().decode(), name)
@@ -299,7 +300,7 @@ async def test_refusals_and_the_engines_status(client, engine):
         found['engine_status{status="restarting"}'],
         found['engine_status{status="ready"}'],
     ) == (1, 0)
-    assert (found["engine_restarts"], found["num_prompt_tokens_waiting"]) == (2, 9)
+    assert (found["engine_restarts_total"], found["num_prompt_tokens_waiting"]) == (2, 9)
 
 
 def test_the_time_between_tokens(metrics):
@@ -346,11 +347,13 @@ def names(metrics: Metrics) -> dict[str, str]:
 
 
 def test_the_names_of_vllm(metrics):
-    """All that it has and we can tell; the others keep ours."""
-    own = names(metrics)
-    others = names(Metrics(names="vllm"))
-    assert sorted(own.values()) == sorted(others.values())
-    assert {name for name in others if name.startswith("vllm:")} == {
+    """All that it has and we can tell, beside ours."""
+    told = names(metrics)
+    others = {name for name in told if name.startswith("vllm:")}
+    kinds = [kind for name, kind in told.items() if name.startswith("vllm:")]
+    ours = [told[name] for other, name in pairwise(told) if other.startswith("vllm:")]
+    assert kinds == ours
+    assert others == {
         "vllm:num_requests_waiting_by_reason",
         "vllm:request_params_n",
         "vllm:request_params_max_tokens",
@@ -382,11 +385,11 @@ def test_the_names_of_vllm(metrics):
         "vllm:request_decode_time_seconds",
         "vllm:request_inference_time_seconds",
     }
-    assert len(VLLM_NAMES) == 31
+    assert len(VLLM_NAMES) == 32
 
 
 async def test_the_labels_of_vllm(engine, client_of):
-    metrics = Metrics(names="vllm")
+    metrics = Metrics()
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, finish_reason="stop", **REQUEST))
     async with client_of(create_app(engine, metrics=metrics)) as client:
         text = (await client.get("/metrics")).text
@@ -404,11 +407,11 @@ async def test_the_labels_of_vllm(engine, client_of):
 def test_the_page_names_what_vllm_has():
     text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
     rows = dict(re.findall(r"^\| `toolkit_lm_(\w+)` \| `(vllm:\w+)` \|$", text, re.MULTILINE))
-    own = list(names(Metrics()))
-    others = list(names(Metrics(names="vllm")))
+    # vLLM's name of a metric stands before ours.
+    told = list(names(Metrics()))
     assert rows == {
         ours.removeprefix("toolkit_lm_"): theirs
-        for ours, theirs in zip(own, others, strict=True)
+        for theirs, ours in pairwise(told)
         if theirs.startswith("vllm:")
     }
 
@@ -457,3 +460,12 @@ async def test_an_engine_that_starts_has_figures(metrics):
         for name, value in found.items()
         if "engine_status{" in name and 'status="ready"' in name
     ] == [0]
+
+
+async def test_restarts_are_counted(client, engine, metrics):
+    """An engine that was made anew counts from 0; the counter never falls."""
+    told = []
+    for num_restarts in (2, 2, 0, 1):
+        engine.num_restarts = num_restarts
+        told.append((await figures(client))["engine_restarts_total"])
+    assert told == [2, 2, 2, 3]

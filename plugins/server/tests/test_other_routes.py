@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_server.app import create_app
@@ -119,3 +120,67 @@ async def test_a_wrong_method_is_told_all_right_ones(engine, client_of):
         ):
             response = await client.put(path)
             assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "/chat/completions", "/chat/completions/"]
+)
+async def test_a_path_without_its_version_or_with_a_slash_is_the_same(client, path):
+    reply = await client.post(path, json=HI)
+    expected = (await client.post("/v1/chat/completions", json=HI)).json()
+    assert reply.status_code == 200 and reply.json()["choices"] == expected["choices"]
+    assert (await client.get(path)).status_code == 405
+
+
+async def test_other_spellings_of_lists_and_states(client):
+    expected = [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+    for path in ("/models", "/models/", "/v1/models/"):
+        assert [one["id"] for one in (await client.get(path)).json()["data"]] == expected
+    assert (await client.get("/models/fake")).json()["id"] == "fake"
+    assert (await client.get("/version/")).json() == (await client.get("/version")).json()
+    assert (await client.get("/health/")).status_code == 200
+
+
+async def test_other_spellings_need_the_key_too(engine, client_of):
+    async with client_of(create_app(engine, ServerOptions(api_key="secret"))) as client:
+        assert (await client.post("/chat/completions", json=HI)).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        found = await client.post("/chat/completions/", json=HI, headers=headers)
+        assert found.status_code == 200
+
+
+async def test_other_spellings_behind_a_prefix(engine):
+    """The server puts back the prefix that a proxy has stripped."""
+    app = create_app(engine, ServerOptions(root_path="/llm"))
+    transport = httpx.ASGITransport(app=app, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for path in ("/llm/chat/completions", "/llm/v1/chat/completions/", "/llm/v1/models/"):
+            reply = await client.request("GET" if "models" in path else "POST", path, json=HI)
+            assert reply.status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/audio/speech", "no model here speaks"),
+        ("/audio/speech", "no model here speaks"),
+        ("/v1/realtime", "stream /v1/chat/completions"),
+        ("/v1/images/generations", "makes images"),
+        ("/v1/files/file-1/content", "batches.folder"),
+        ("/v1/moderations", "/classify"),
+        ("/v1/conversations", "send the whole one"),
+    ],
+)
+async def test_routes_that_are_missing_say_why(client, path, reason):
+    reply = await client.post(path, json={})
+    error = reply.json()["error"]
+    assert reply.status_code == 404 and reason in error["message"]
+    assert error["type"] == "invalid_request_error" and path in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//", "/nothing", "/v1", "/v1/", "/v1/nothing/", "/v1/filess"]
+)
+async def test_unknown_paths_stay_unknown(client, path):
+    reply = await client.get(path)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, "Not Found")

@@ -287,6 +287,17 @@ async def test_a_request_rides_in_the_same_steps(engine_of, ask, steps):
     assert steps.num_tokens[before:] == [sum(map(len, texts))]
 
 
+@pytest.mark.parametrize("more", [{}, {"add_special_tokens": False}])
+async def test_texts_and_token_ids_in_one_request(ask, more):
+    inputs = ["one", [5, 6, 7], "another", [8, 9]]
+    reply = (await ask("embedder", "/v1/embeddings", input=inputs, **more)).json()
+    for one, item in zip(inputs, reply["data"], strict=True):
+        alone = (await ask("embedder", "/v1/embeddings", input=[one], **more)).json()
+        np.testing.assert_allclose(item["embedding"], alone["data"][0]["embedding"], atol=1e-5)
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"] > 4
+
+
 BAD_INPUTS = [
     ([], "input is an empty list"),
     ("", "is empty"),
@@ -296,7 +307,7 @@ BAD_INPUTS = [
     (["a", 1], "input[1] is of another kind"),
     ([1, "a"], "input[1] is of another kind"),
     ([1, True], "input[1] is of another kind"),
-    ([[1], "a"], "input[1] must be a list of token ids"),
+    ([[1], 2], "input[1] is of another kind"),
     ([[1], [2.5]], "input[1] must be a list of token ids"),
     ([["a"]], "input[0] must be a list of token ids"),
     ([None], "input[0] is of another kind"),

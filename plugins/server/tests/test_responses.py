@@ -12,9 +12,11 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import ResponsesBody
-from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
+from toolkit_lm_server.responses.items import chat_tools, messages_of
 from toolkit_lm_server.responses.output import Output
+from toolkit_lm_server.responses.replay import replayed
 from toolkit_lm_server.responses.store import ResponseStore
+from toolkit_lm_server.tools import tool_use
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/responses"
@@ -138,9 +140,9 @@ async def test_a_failure_in_the_middle(client, engine):
             "input[0]: items of type 'item_reference'",
         ),
         (
-            {"input": "hi", "tools": [{"type": "web_search"}]},
+            {"input": "hi", "tools": [{"type": "a b"}]},
             "tools",
-            "tools[0]: this server runs no tools of type 'web_search'",
+            'tools[0]: its type must be "function" or "custom"',
         ),
         ({"input": "hi", "tool_choice": "required"}, "tool_choice", "only with tools"),
         ({"input": "hi", "background": True}, "background", "(max_stored_responses)"),
@@ -270,16 +272,15 @@ def test_tools_are_those_of_a_chat():
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object"}, "strict": True},
     }
-    assert chat_tool_choice({"type": "function", "name": "g"}, tools) == (
-        {"type": "function", "function": {"name": "g"}},
-        tools,
-    )
+    use = tool_use(tools, {"type": "function", "name": "g"}, None)
+    assert (use.tools, use.callable, use.required) == (tools, tools[1:], True)
     allowed = {
         "type": "allowed_tools",
         "mode": "required",
-        "tools": [{"type": "function", "name": "g"}],
+        "tools": [{"type": "function", "name": "g"}, {"type": "web_search"}],
     }
-    assert chat_tool_choice(allowed, tools) == ("required", tools[1:])
+    use = tool_use(tools, allowed, None)
+    assert (use.tools, use.callable, use.required, use.parallel) == (tools, tools[1:], True, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -331,14 +332,14 @@ async def test_responses_that_are_kept(engine, client_of, stream):
 
 def test_what_is_kept_is_bounded_and_ones_own():
     store = ResponseStore(10, most_bytes=150)
-    store.add({"id": "a"}, [{"role": "user", "content": "x" * 50}], "alice")
-    assert store.messages("a", "alice") == [{"role": "user", "content": "x" * 50}]
-    assert store.messages("a", "bob") is store.response("a", "bob") is None and not store.remove(
+    store.add({"id": "a"}, [[{"role": "user", "content": "x" * 50}]], "alice")
+    assert store.turns("a", "alice") == [[{"role": "user", "content": "x" * 50}]]
+    assert store.turns("a", "bob") is store.response("a", "bob") is None and not store.remove(
         "a", "bob"
     )
-    store.add({"id": "b"}, [{"role": "user", "content": "x" * 50}], "alice")
+    store.add({"id": "b"}, [[{"role": "user", "content": "x" * 50}]], "alice")
     assert store.response("a", "alice") is None and store.response("b", "alice") == b'{"id":"b"}'
-    store.add({"id": "c"}, [{"role": "user", "content": "x" * 500}], "alice")
+    store.add({"id": "c"}, [[{"role": "user", "content": "x" * 500}]], "alice")
     assert store.response("c", "alice") is None, "it is larger than all that is kept"
 
 
@@ -355,7 +356,7 @@ def test_who_keeps_much_pushes_out_nobody_else():
     store = ResponseStore(1000, most_bytes=1000)
     store.add({"id": "kept"}, [], "bob")
     for number in range(50):
-        store.add({"id": f"{number}"}, [{"role": "user", "content": "x" * 100}], "alice")
+        store.add({"id": f"{number}"}, [[{"role": "user", "content": "x" * 100}]], "alice")
     assert (
         store.response("kept", "bob")
         and store.response("49", "alice")
@@ -452,6 +453,109 @@ async def test_a_response_in_the_background(keeping):
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature"), (
             "before it is queued"
         )
+
+
+async def test_events_of_a_kept_response(keeping):
+    """They are those of the stream that made it, but for the deltas, and come after the work."""
+    asked = {"input": "hi", "max_output_tokens": 2}
+    async with keeping as client:
+        made = events_of(await client.post(PATH, json={**asked, "stream": True}))
+        name = made[-1]["response"]["id"]
+        found = events_of(await client.get(f"{PATH}/{name}?stream=true"))
+        assert found[-1]["response"] == made[-1]["response"]
+        assert [event["type"] for event in found] == list(
+            dict.fromkeys(event["type"] for event in made)
+        )
+        for event in found:
+            assert event.keys() in [
+                other.keys() for other in made if other["type"] == event["type"]
+            ]
+        assert found[2] == {**made[2], "sequence_number": 2}
+        rest = await client.get(f"{PATH}/{name}?stream=true&starting_after=3")
+        numbers = [event["sequence_number"] for event in map(_data, rest.text.split("\n\n")[:-1])]
+        assert numbers == [*range(4, len(found))]
+        late = (await client.post(PATH, json={**asked, "background": True})).json()["id"]
+        assert events_of(await client.get(f"{PATH}/{late}?stream=true"))[-1]["type"] == (
+            "response.incomplete" if made[-1]["type"].endswith("incomplete") else made[-1]["type"]
+        )
+        assert (await client.get(f"{PATH}/{name}?starting_after=3")).status_code == 400
+        assert (await client.get(f"{PATH}/none?stream=true")).status_code == 404
+
+
+def _data(frame: str) -> dict:
+    return json.loads(frame.split("\n")[1].removeprefix("data: "))
+
+
+def test_calls_and_reasoning_are_replayed():
+    item = {"id": "fc_1", "type": "function_call", "status": "completed", "name": "f"}
+    call = {**item, "call_id": "c", "arguments": "{}"}
+    thought = {"type": "reasoning_text", "text": "hm"}
+    reasoning = {"id": "rs_1", "type": "reasoning", "status": "completed", "content": [thought]}
+    events = replayed({"id": "r", "status": "completed", "output": [reasoning, call]})
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert (events[3]["part"]["text"], events[8]["item"]["arguments"]) == ("", "")
+    assert (events[9]["delta"], events[10]["name"], events[-1]["response"]["output"][1]) == (
+        "{}",
+        "f",
+        call,
+    )
+
+
+async def test_input_items(keeping):
+    """They are listed with ids, page by page, those of earlier turns and outputs among them."""
+    async with keeping as client:
+        first = (await client.post(PATH, json={"input": "hi", "max_output_tokens": 2})).json()
+        listed = (await client.get(f"{PATH}/{first['id']}/input_items")).json()
+        [item] = listed["data"]
+        assert item == {
+            "status": "completed",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "hi"}],
+            "type": "message",
+            "id": item["id"],
+        }
+        assert (listed["object"], listed["first_id"], listed["last_id"], listed["has_more"]) == (
+            "list",
+            item["id"],
+            item["id"],
+            False,
+        )
+        own = [
+            {"role": "user", "content": "so", "id": "mine"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "b"},
+        ]
+        body = {"input": own, "previous_response_id": first["id"], "max_output_tokens": 2}
+        path = f"{PATH}/{(await client.post(PATH, json=body)).json()['id']}/input_items"
+        whole = (await client.get(path, params={"order": "asc"})).json()["data"]
+        assert [entry["id"] for entry in whole[:3]] == [
+            item["id"],
+            first["output"][0]["id"],
+            "mine",
+        ]
+        assert whole[3]["content"] == [{"type": "output_text", "text": "a", "annotations": []}]
+        newest = (await client.get(path, params={"limit": 2})).json()
+        assert newest["data"] == [*reversed(whole)][:2] and newest["has_more"]
+        rest = (await client.get(path, params={"after": newest["last_id"]})).json()
+        assert rest["data"] == [*reversed(whole)][2:] and not rest["has_more"]
+        for params in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "none"}):
+            reply = await client.get(path, params=params)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, *params)
+        assert (await client.get(f"{PATH}/none/input_items")).status_code == 404
 
 
 async def test_a_response_in_the_background_is_cancelled(keeping, engine):

@@ -337,7 +337,8 @@ async def test_a_model_without_a_format_can_be_made_to_call(client_of, scripted)
     engine = scripted('{"name": "get_time", "parameters": {}}', template="")
     choice = await whole(client_of, engine, {**BODY, "tool_choice": "required"})
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
-    error = (await ask(client_of, engine, BODY)).json()["error"]
+    response = await ask(client_of, engine, BODY, tool_call_parser="none")
+    error = response.json()["error"]
     assert error["param"] == "tools" and "(tool_call_parser)" in error["message"]
 
 
@@ -347,16 +348,13 @@ async def test_structured_content_comes_after_reasoning(client_of, scripted):
     assert (await whole(client_of, engine, body))["message"]["content"] == "{}"
     assert engine.params.structured_outputs["structural_tag"]["format"]["type"] == "or"
     assert not (engine.params.extra_args or {}).get("response_format")
-    # A call that cannot be expressed stays text: the whole answer is content.
+    # A structure that cannot be expressed is that of the whole answer, which is content.
+    asked = {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<a>"]}}
     message = (
-        await whole(
-            client_of,
-            engine,
-            {"messages": BODY["messages"], "structured_outputs": {"grammar": "start: /x/"}},
-        )
+        await whole(client_of, engine, {"messages": BODY["messages"], "structured_outputs": asked})
     )["message"]
     assert message["content"] == engine.text
-    assert engine.params.structured_outputs == {"grammar": "start: /x/"}
+    assert engine.params.structured_outputs == asked
 
 
 async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
@@ -370,10 +368,36 @@ async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
     assert engine.params.skip_special_tokens is True
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_ids_that_a_model_writes_are_those_of_its_calls(client_of, scripted, choice):
+    """Templates may refer to them. One that it writes twice is of its first call."""
+    marks = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )
+    first, begin, middle, end, last = marks
+    calls = "".join(
+        f"{begin}functions.get_time:{number}{middle}{{}}{end}" for number in ("3", "4", "4")
+    )
+    engine = scripted(f"{first}{calls}{last}", template=first)
+    body = {**BODY, "tool_choice": choice}
+    found = (await whole(client_of, engine, body))["message"]["tool_calls"]
+    response = await ask(client_of, engine, {**body, "stream": True})
+    streamed, _, _ = joined(response.text.splitlines())
+    for said in (found, streamed["tool_calls"]):
+        ids = [call["id"] for call in said]
+        assert ids[:2] == ["functions.get_time:3", "functions.get_time:4"]
+        assert ids[2].startswith("call_")
+        assert [call["function"]["name"] for call in said] == ["get_time"] * 3
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [WEATHER, {"type": "retrieval"}]}, "tools", "tools[1]: its type"),
+        ({"tools": [WEATHER, {"type": "a b"}]}, "tools", "tools[1]: its type"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools",
@@ -394,9 +418,25 @@ async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
             "'x', which is not among the tools",
         ),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"tools": [{"type": "function", "function": {"name": "x"}}]},
+                }
+            },
             "tool_choice",
-            "both say",
+            "'x', which is not among the tools",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", '"mode"'),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}},
+            "structured_outputs",
+            "beside tools, it must be one of",
+        ),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "c", "format": {"type": "x"}}}]},
+            "tools",
+            "tools[0]: format must be",
         ),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "only with tools"),
     ],

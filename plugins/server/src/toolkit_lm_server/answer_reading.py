@@ -22,7 +22,15 @@ from toolkit_lm.renderer import (
 )
 
 from toolkit_lm_server.generation import ChoicePiece, Generation
-from toolkit_lm_server.tools import NO_TOOLS, ToolUse
+from toolkit_lm_server.structures import (
+    ANY_TEXT,
+    CallsOrContent,
+    beginnings_of,
+    content_structure,
+    either,
+    may_begin_json,
+)
+from toolkit_lm_server.tools import NO_TOOLS, ToolUse, input_of
 
 if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
@@ -76,6 +84,11 @@ class Reading(NamedTuple):
     """The factory of token counters for one request. None counts nothing."""
     asked: str = ""
     """The request's field from which `structure` was made."""
+    holds_calls: bool = False
+    """Text that begins like a call becomes one: a grammar allows nothing else."""
+    beginnings: tuple[str, ...] = ()
+    """Texts with which calls begin, where content has a structure, too: what begins with none of
+    them is all content."""
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -112,11 +125,6 @@ class Reading(NamedTuple):
         """Whether all of an answer is content."""
         return self.tools is None and self.reasoning is None
 
-    @property
-    def guarantees_calls(self) -> bool:
-        """Whether a grammar guarantees that text which begins like a call becomes one."""
-        return self.structure is not None and self.asked == "tools"
-
     def parser(self, prompt_end: str, *, in_pieces: bool = False) -> AnswerParser:
         """Returns a parser for one answer. `in_pieces`: calls that a grammar guarantees to become
         complete may be returned in pieces."""
@@ -128,7 +136,10 @@ class Reading(NamedTuple):
         part_parser = self.tools or self.reasoning
         assert part_parser is not None, "a plain answer needs no parser"
         parser = part_parser.parser("" if is_chain else prompt_end, self.use.tools)
-        parser.in_pieces = in_pieces and self.guarantees_calls
+        # The input of a custom tool is known when its JSON is whole.
+        parser.in_pieces = in_pieces and self.holds_calls and not self.use.custom
+        if self.beginnings:
+            parser = CallsOrContent(parser, self.beginnings)
         if not is_chain:
             return parser
         assert self.reasoning is not None
@@ -153,6 +164,8 @@ class AnswerFormats:
         self._name, self.reasoning = make_format(
             self._parsers, "reasoning", options.reasoning_parser, template
         )
+        self._writes_tools = engine.renderer.writes_tools
+        self._may_tell = options.tool_call_parser != "none" and _BARE in self._parsers
         self._counters: Counters | None = None
         self._has_counters = False
 
@@ -165,42 +178,45 @@ class AnswerFormats:
             )
         self._has_counters = True
 
+    def tells(self, use: ToolUse) -> bool:
+        """Whether the server tells the model of tools, and not the chat template: it knows none, or
+        has calls in a format that is unknown."""
+        return self._tools is None and self._may_tell and not (use.required and self._writes_tools)
+
     def reading_of(self, body: ChatBody, use: ToolUse) -> Reading:
         """Returns how one request's answers are read. Raises RequestError for tools that the model
         cannot call."""
-        tools = None
-        reasoning = self.reasoning
-        kwargs = body.template_kwargs() or {}
+        tools = self._format_of(use) if use.tools else None
+        asked = {} if use.required else body.structures(_STRUCTURES)
         structure: dict[str, Any] | None = None
-        field = "tools"
-        if use.tools:
-            tools = self._format_of(use)
-        if use.required:
-            assert tools is not None
-            structure = _required(tools, body, use)
-            structure = (reasoning or tools).after_reasoning(structure, kwargs)
-        elif (
-            tools is not None
-            and any(_is_strict(tool) for tool in use.tools)
-            and not body.structures(_STRUCTURES)
-        ):
-            structure = tools.structure(
-                [tool if _is_strict(tool) else _loose(tool) for tool in use.tools],
-                parallel=use.parallel,
-                required=False,
-            )
-        elif reasoning is not None and (asked := body.structures(_STRUCTURES)):
+        options: dict[str, Any] = {}
+        reasoning = self.reasoning
+        beginnings: tuple[str, ...] = ()
+        calls_begin: list[str] = []
+        if tools is not None and not asked:
+            structure = self._of_calls(tools, use)
+            if structure is not None and not use.required:
+                calls_begin = beginnings_of(structure)
+        elif asked and (tools or reasoning) is not None:
             # Without this, the structure would apply to the reasoning already.
-            content = _content_structure(asked)
-            if content is None:
+            structure, options, beginnings = _of_content(asked, tools, reasoning, use)
+            calls_begin = [*beginnings]
+            if structure is None:
                 reasoning = None
-            else:
-                structure = reasoning.after_reasoning(content, kwargs)
-                field = next(iter(asked))
+        kwargs = body.template_kwargs() or {}
+        if structure is not None and (use.required or asked):
+            last = reasoning or tools
+            assert last is not None, "a structure is of one of them"
+            structure = last.after_reasoning(structure, kwargs)
+        elif structure is not None:
+            assert tools is not None, "calls have a format"
+            structure = _amid_text(structure, tools, reasoning, kwargs)
+        if any(_is_strict(tool) for tool in use.tools):
+            options["disable_additional_properties"] = True
         tagged = (
             None
             if structure is None
-            else {"structural_tag": {"type": "structural_tag", "format": structure}}
+            else {"structural_tag": {"type": "structural_tag", "format": structure}, **options}
         )
         name, counters = (None, None) if reasoning is None else (self._name, self._counters)
         return Reading(
@@ -211,25 +227,46 @@ class AnswerFormats:
             body.include_reasoning is not False,
             name,
             counters,
-            "" if tagged is None else field,
+            "" if tagged is None else next(iter(asked), "tools"),
+            tools is not None and tagged is not None and not any(map(may_begin_json, calls_begin)),
+            beginnings,
         )
+
+    def _of_calls(self, tools: AnswerFormat, use: ToolUse) -> dict[str, Any] | None:
+        """The structure of an answer that must have calls, or whose calls must be whole. None: it
+        has none. Raises RequestError."""
+        if use.required:
+            return _required(tools, use)
+        if self.tells(use):
+            # A model that has not learned to call is held to the schemas of all tools.
+            return tools.structure(use.callable, parallel=use.parallel, required=False)
+        if not use.is_limited and not any(map(_is_strict, use.tools)):
+            return None
+        loose = [tool if _is_strict(tool) else _loose(tool) for tool in use.callable]
+        structure = tools.structure(loose, parallel=use.parallel, required=False)
+        if structure is None and use.is_limited:
+            raise RequestError(
+                "this model's calls cannot be held to some of the tools: leave the others out.",
+                "tool_choice",
+            )
+        return structure
 
     def _format_of(self, use: ToolUse) -> AnswerFormat:
         """Returns the format of tool calls. Raises RequestError if there is none."""
         if self._tools is not None:
             return self._tools
-        if use.required and _BARE in self._parsers:
+        if (use.required and _BARE in self._parsers) or self.tells(use):
             bare: AnswerFormat = self._parsers.make(_BARE, "")
             return bare
         raise RequestError(
-            "this model's chat template has no tool calls that this server knows. Ask with "
-            'tool_choice "required", or ask the operator to choose a parser (tool_call_parser).',
+            "this server reads no tool calls of this model. Ask with tool_choice "
+            '"required", or ask the operator to choose a parser (tool_call_parser).',
             "tools",
         )
 
 
-def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, Any]:
-    """Returns the structure of required tool calls. Raises RequestError."""
+def _required(tools: AnswerFormat, use: ToolUse) -> dict[str, Any]:
+    """Returns the structure of tool calls, and nothing else. Raises RequestError."""
     structure = tools.structure(use.callable, parallel=use.parallel)
     if structure is None:
         raise RequestError(
@@ -237,13 +274,55 @@ def _required(tools: AnswerFormat, body: ChatBody, use: ToolUse) -> dict[str, An
             "supported.",
             "tool_choice",
         )
-    if asked := body.structures(_STRUCTURES):
-        raise RequestError(
-            f"tool_choice and {next(iter(asked))} both say what the answer is to be: give one of "
-            "them.",
-            "tool_choice",
-        )
     return structure
+
+
+def _of_content(
+    asked: dict[str, Any], tools: AnswerFormat | None, reasoning: AnswerFormat | None, use: ToolUse
+) -> tuple[dict[str, Any] | None, dict[str, Any], tuple[str, ...]]:
+    """Returns the structure of an answer of calls, or of content that has its own; the options of
+    `structured_outputs`; and the texts with which calls begin. None if it cannot be expressed.
+    Raises RequestError where there are tools, too."""
+    structure, options = content_structure(asked)
+    if structure is None:
+        if tools is None:
+            return None, {}, ()
+        field = next(iter(asked))
+        raise RequestError(
+            f"{field}: beside tools, it must be one of json, json_object, regex, choice, "
+            "grammar and structural_tag.",
+            field,
+        )
+    for form in _different(tools, reasoning):
+        structure = form.content(structure)
+    if tools is None:
+        return structure, options, ()
+    calls = _required(tools, use)
+    # Content with marks of its own is told from calls by the parser.
+    is_plain = tools.content(ANY_TEXT) == ANY_TEXT
+    return either(calls, structure), options, tuple(beginnings_of(calls)) if is_plain else ()
+
+
+def _different(*forms: AnswerFormat | None) -> list[AnswerFormat]:
+    """Formats that are there, one of each kind."""
+    return [*{type(form): form for form in forms if form is not None}.values()]
+
+
+def _amid_text(
+    structure: dict[str, Any],
+    tools: AnswerFormat,
+    reasoning: AnswerFormat | None,
+    template_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The structure of an answer of any text whose calls have a structure: where marks are special
+    tokens, which free text lacks, with those of reasoning and content."""
+    forms = _different(tools, reasoning)
+    if not any(form.keeps_special_tokens for form in forms):
+        return structure
+    for form in forms[1:]:
+        if (content := form.content(ANY_TEXT)) != ANY_TEXT:
+            structure = either(content, structure)
+    return forms[-1].after_reasoning(structure, template_kwargs)
 
 
 class _ReasoningThenTools(AnswerParser):
@@ -365,11 +444,12 @@ class AnswerReader:
 
     def _call(self, call: ToolCallDelta) -> dict[str, Any]:
         assert self._reading.tools is not None
-        return {
-            "id": _call_id(self._reading.tools.call_id_length),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+        number = call.id or _call_id(self._reading.tools.call_id_length)
+        if call.name in self._reading.use.custom:
+            custom = {"name": call.name, "input": input_of(call.arguments)}
+            return {"id": number, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": number, "type": "function", "function": function}
 
 
 def _call_id(length: int) -> str:
@@ -385,47 +465,3 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The tool with any arguments."""
     return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}
-
-
-def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the structure of the content that a request's own fields ask for, as a `format` of
-    structural tags. None if such a tag cannot express it."""
-    if len(asked) != 1:
-        return None
-    [(name, value)] = asked.items()
-    if name == "response_format":
-        if not isinstance(value, Mapping):
-            return None
-        schema = value.get("json_schema")
-        plain = value.get("schema", value.get("value"))
-        kinds: dict[str, dict[str, Any]] = {
-            "json_object": {"json_object": True} if plain is None else {"json": plain},
-            "json_schema": {
-                "json": schema.get("schema", {}) if isinstance(schema, Mapping) else plain
-            },
-        }
-        asked = kinds.get(str(value.get("type")), {})
-    elif name == "structured_outputs":
-        asked = (
-            {key: item for key, item in value.items() if item is not None and item is not False}
-            if isinstance(value, Mapping)
-            else {}
-        )
-    else:
-        asked = {"json" if name == "json_schema" else name.removeprefix("guided_"): value}
-    if len(asked) != 1:
-        return None
-    [(kind, value)] = asked.items()
-    match kind, value:
-        case "json", dict():
-            return {"type": "json_schema", "json_schema": value}
-        case "json_object", True:
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
-        case "regex", str():
-            return {"type": "regex", "pattern": value}
-        case "choice", [*_] if value and all(isinstance(item, str) for item in value):
-            return {
-                "type": "or",
-                "elements": [{"type": "const_string", "value": item} for item in value],
-            }
-    return None

@@ -23,17 +23,10 @@ from toolkit_lm_server.answer_schemas import (
     AnyAnswer,
     ChatCompletion,
     ChatCompletionChunk,
-    Classifications,
-    CohereEmbeddings,
     Completion,
-    EmbeddingList,
     Filling,
     ModelCard,
     ModelList,
-    OldCohereEmbeddings,
-    PooledList,
-    Ranking,
-    Scores,
     ServerLoad,
     Status,
     Text,
@@ -54,7 +47,17 @@ from toolkit_lm_server.invocations import Invocations
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.other_paths import OtherPaths
 from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
+from toolkit_lm_server.pooled_schemas import (
+    Classifications,
+    CohereEmbeddings,
+    EmbeddingList,
+    OldCohereEmbeddings,
+    PooledList,
+    Ranking,
+    Scores,
+)
 from toolkit_lm_server.protocol import ChatBody, body_of
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
@@ -150,7 +153,7 @@ class Served:
 
     async def model(self, model: str) -> dict[str, Any]:
         """Describes one model."""
-        return self._card(model)
+        return self._card(model) if model else await self.models()
 
     def _card(self, name: str) -> dict[str, Any]:
         model = self._models[name]
@@ -225,7 +228,10 @@ def create_router(
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, serving)
-    add_plugin_routes(router, OpenAIApi(engines, chat, completions, options, metrics), route_kind)
+    api = OpenAIApi(
+        engines, chat, completions, options, router, metrics, lambda: budget.num_requests
+    )
+    add_plugin_routes(router, api, route_kind)
     return router
 
 
@@ -396,6 +402,7 @@ def create_app(
     router = create_router(engine, options, metrics=metrics, readiness=readiness, page=page)
     app.state.api = router.routes
     app.include_router(router)
+    app.router.default = OtherPaths(app)
     return app
 
 

@@ -21,6 +21,8 @@ class Caller(Struct):
     """The client that takes turns with others: the name of its key, else its address."""
     key: str | None = None
     """The name of the client's API key; None where no client needs one."""
+    on_behalf: bool = False
+    """The server itself asks for the client, which it let in before. `key` stands for the key."""
     adapters: tuple[str, ...] | None = None
     """Patterns of the names of adapters that the key may see and use. None: all."""
     unknown: Any = None
@@ -30,6 +32,8 @@ class Caller(Struct):
     """Seconds after which an idle stream sends a comment."""
     takes_templates: bool = False
     """The body may bring a chat template."""
+    refuses_hosted_tools: bool = False
+    """Tools that a vendor's server runs are an error. False: they are left out, with a warning."""
     held: frozenset[str] = frozenset()
     """Identifiers of media items that the engine holds which asks a render server."""
 

@@ -24,12 +24,15 @@ from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.fingerprint import Fingerprints
 from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, check_generates, check_priority
-from toolkit_lm_server.route import request_context
-from toolkit_lm_server.tools import ToolUse, tool_use
+from toolkit_lm_server.prefills import MARKS, prefilled
+from toolkit_lm_server.protocol import ChatBody
+from toolkit_lm_server.route import check_generates, check_priority, request_context
+from toolkit_lm_server.tool_texts import with_tool_texts
+from toolkit_lm_server.tools import ToolUse, tool_use, with_functions
 from toolkit_lm_server.unknown_fields import STRICT, is_plain
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class Chat:
         self.body = body
         options = options or ServerOptions()
         self._max_prompts = options.max_prompts
+        self._fingerprints = Fingerprints(engines)
         self._formats = engines.each(lambda engine: AnswerFormats(engine, options))
 
     async def create(self, body: ChatBody, request: Request) -> Response:
@@ -103,10 +107,48 @@ class Chat:
         body = validated(self.body, fields)
         engine = self._engines[body.model]
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        options = body.render_options() | _tools_option(engine, use)
-        with engine.hold_rendering([(body.messages, options)], {"context": context}):
-            rendered = await engine.renderer.render_conversation_async(body.messages, **options)
+        found, options = _prefilled([body.messages], self._render_options(body))
+        [messages], tools = self._with_tools(body, found, use)
+        options |= tools
+        with engine.hold_rendering([(messages, options)], {"context": context}):
+            rendered = await engine.renderer.render_conversation_async(messages, **options)
         return len(rendered.token_ids)
+
+    def _with_tools(
+        self, body: ChatBody, conversations: list[list[dict[str, Any]]], use: ToolUse
+    ) -> tuple[list[list[dict[str, Any]]], dict[str, Any]]:
+        """Conversations as the chat template takes them, and its option that has the prompt tell of
+        tools. An answer that must call one is held to them without it, too."""
+        found = [
+            with_functions(messages)
+            if any(isinstance(message, dict) and "tool_calls" in message for message in messages)
+            else messages
+            for messages in conversations
+        ]
+        if body.tools and self._formats[body.model].tells(use):
+            return [
+                with_tool_texts(messages, use.tools, parallel=use.parallel) for messages in found
+            ], {}
+        writes = self._engines[body.model].renderer.writes_tools
+        return found, {"tools": use.tools} if use.tools and (not use.required or writes) else {}
+
+    def _render_options(
+        self, body: ChatBody, names: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The body's options of rendering. The verbosity is among them where the chat template
+        reads it, and is told as ignored elsewhere."""
+        options = body.render_options()
+        if body.verbosity is None:
+            return options
+        read = self._engines[body.model].renderer.template_names or ()
+        if "verbosity" in read or body.chat_template is not None:
+            variables = {"verbosity": body.verbosity} | (options["chat_template_kwargs"] or {})
+            return options | {"chat_template_kwargs": variables}
+        if body.verbosity != "medium":
+            name = names.get("verbosity", "verbosity")
+            why = "the model's chat template does not read it."
+            (CALLER.get().unknown or STRICT).drop(name, why)
+        return options
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
         """Tells of switches that the chat template is given and does not read. Raises RequestError
@@ -172,7 +214,9 @@ class Chat:
             if reading.reasoning is not None:
                 options["stop_scope"] = reading.reasoning.stop_scope
         check_priority(engine, options)
-        rendering = body.render_options() | _tools_option(engine, reading.use)
+        conversations, rendering = _prefilled(conversations, self._render_options(body, names))
+        conversations, tools = self._with_tools(body, conversations, reading.use)
+        rendering |= tools
         outputs = engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
@@ -185,7 +229,8 @@ class Chat:
             )
             on_error.pop_all()
         await generation.check_first()
-        return ChatAnswer(engine, body, conversations, generation, reading)
+        fingerprint = self._fingerprints[body.model]
+        return ChatAnswer(engine, body, conversations, generation, reading, fingerprint)
 
 
 class ChatAnswer:
@@ -199,8 +244,11 @@ class ChatAnswer:
         conversations: Sequence[Conversation],
         generation: Generation,
         reading: Reading,
+        fingerprint: str,
     ) -> None:
-        """`conversations`: all that the body has. A stream has one."""
+        """`conversations`: all that the body has. A stream has one. `fingerprint`: the answer's
+        system_fingerprint."""
+        self._fingerprint = fingerprint
         self._engine = engine
         self._body = body
         self._echoes = [_echo(messages) if body.echo else "" for messages in conversations]
@@ -246,6 +294,7 @@ class ChatAnswer:
             "usage": self.usage(),
             "prompt_logprobs": of_prompt,
             **prompt,
+            **self._timings(),
         }
 
     def raw(self, choice: ChoicePiece) -> list[tuple[str, list[int]]]:
@@ -294,13 +343,18 @@ class ChatAnswer:
                 end: dict[str, Any] = (
                     {}
                     if reason is None
-                    else {"finish_reason": reason, "stop_reason": delta.stop_reason}
+                    else {
+                        "finish_reason": reason,
+                        "stop_reason": delta.stop_reason,
+                        **delta.versions,
+                    }
                 )
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     more = {"logprobs": self._logprobs(delta), **wanted, **end}
-                    chunks.append(chunk(delta.index, self._reader.delta(parts), **more))
+                    made = chunk(delta.index, self._reader.delta(parts), **more)
+                    chunks.append(made | self._timings())
                 elif end:
-                    chunks.append(chunk(delta.index, {}, **end))
+                    chunks.append(chunk(delta.index, {}, **end) | self._timings())
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": self.usage()}]
@@ -328,6 +382,7 @@ class ChatAnswer:
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
+            **choice.versions,
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -336,14 +391,22 @@ class ChatAnswer:
             "object": kind,
             "created": self._generation.created,
             "model": self._engine.served_model_name,
+            "system_fingerprint": self._fingerprint,
+            **({} if self._body.service_tier is None else {"service_tier": "default"}),
         }
 
+    def _timings(self) -> dict[str, Any]:
+        return {"timings": self._generation.timings()} if self._body.timings else {}
 
-def _tools_option(engine: ServingEngine, use: ToolUse) -> dict[str, Any]:
-    """The option that has the prompt tell of tools. An answer that must call one is held to them
-    without it, too."""
-    are_rendered = use.tools and (not use.required or engine.renderer.writes_tools)
-    return {"tools": use.tools} if are_rendered else {}
+
+def _prefilled(
+    conversations: Sequence[list[dict[str, Any]]], options: dict[str, Any]
+) -> tuple[list[list[dict[str, Any]]], dict[str, Any]]:
+    """Returns what `prefilled` does, for conversations of which hardly any has a mark."""
+    messages = [message for conversation in conversations for message in conversation]
+    if any(isinstance(message, dict) and name in message for name in MARKS for message in messages):
+        return prefilled(conversations, options)
+    return [*conversations], options
 
 
 def _echo(messages: Conversation) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.message_schemas import AnyMessage
 from toolkit_lm_server.protocol import ChatBody, examples
 
 
@@ -24,7 +25,8 @@ class ChatBatchBody(ChatBody):
         }
     )
 
-    messages: Items[Items[dict[str, Any]]]  # type: ignore[assignment]
+    messages: Items[Items[AnyMessage]]  # type: ignore[assignment]
+    """The conversations."""
 
     def conversations(self, most: int) -> list[list[dict[str, Any]]]:
         for name in ("stream", "prompt_logprobs"):

@@ -48,7 +48,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
-    metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
+    metrics = Metrics(model_name=config.served_model_name)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
     # Checks that can fail at once run before the engine starts.
     check_names(plugins, options.routes)
@@ -92,7 +92,7 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
 
         return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
 
-    metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
+    metrics = Metrics(model_name=config.served_model_name)
     _run("render", make, make_app, options, metrics, config.engine.start_timeout)
 
 

@@ -19,16 +19,12 @@ from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
+from toolkit_lm_server.fingerprint import Fingerprints
 from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import (
-    SamplingBody,
-    check_generates,
-    check_priority,
-    examples,
-)
-from toolkit_lm_server.route import request_context
+from toolkit_lm_server.protocol import SamplingBody, examples
+from toolkit_lm_server.route import check_generates, check_priority, request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.outputs import RequestOutput
@@ -46,16 +42,20 @@ class CompletionBody(SamplingBody):
     may_cut_ends = True
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
+    """The prompts: a text, a list of token ids, or a list of either."""
     encoder_prompt: str | Items[int] | None = None
     """The encoder's prompt of an encoder-decoder model, in place of `prompt`. `decoder_prompt` may
     be given beside it."""
     decoder_prompt: str | Items[int] | None = None
+    """The beginning of the decoder's prompt. null: the model's own."""
     suffix: str | None = None
     """Text after the completion, for a model that fills in the middle."""
     add_special_tokens: bool = True
     """Text prompts get the tokenizer's special tokens."""
     echo: bool = False
+    """The answer begins with the prompt."""
     logprobs: int | None = None
+    """Alternatives that log probabilities tell for each token. null: no log probabilities."""
 
     def params(self) -> SamplingParams:
         more: dict[str, Any] = {"max_tokens": self.most_tokens(16), "logprobs": self.logprobs}
@@ -122,6 +122,7 @@ class Completions:
         self._engines = engines
         self._options = options
         self.body = body
+        self._fingerprints = Fingerprints(engines)
         self._fim = engines.each(lambda engine: FillInTheMiddle(engine.renderer))
 
     async def create(self, body: CompletionBody, request: Request) -> Response:
@@ -228,6 +229,7 @@ class Completions:
             **self._head(body, generation),
             "choices": self._whole_choices(body, generation, choices),
             "usage": generation.usage(),
+            **_timings(body, generation),
         }
 
     def _whole_choices(
@@ -283,9 +285,8 @@ class Completions:
                     or wanted.get("token_ids")
                 ):
                     choice = self._choice(piece, body, echoed.get(piece.index, 0)) | wanted
-                    chunks.append(
-                        {**head, "choices": [choice], **body.usage_so_far(generation.usage)}
-                    )
+                    more = body.usage_so_far(generation.usage) | _timings(body, generation)
+                    chunks.append({**head, "choices": [choice], **more})
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
@@ -332,6 +333,7 @@ class Completions:
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
+            **piece.versions,
         }
 
     def _head(self, body: CompletionBody, generation: Generation) -> dict[str, Any]:
@@ -340,4 +342,9 @@ class Completions:
             "object": "text_completion",
             "created": generation.created,
             "model": self._engines[body.model].served_model_name,
+            "system_fingerprint": self._fingerprints[body.model],
         }
+
+
+def _timings(body: CompletionBody, generation: Generation) -> dict[str, Any]:
+    return {"timings": generation.timings()} if body.timings else {}

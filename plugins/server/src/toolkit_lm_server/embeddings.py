@@ -251,14 +251,16 @@ class Embeddings:
                 "add_special_tokens false is not supported with prompt_name.", "add_special_tokens"
             )
         render = engine.renderer.render_prompt_async
-        texts = [text for text in prompts if isinstance(text, str)]
-        with engine.hold_rendering(texts, {"context": request_context(request)}):
-            rendered = await side_by_side(render(text, add_special_tokens=False) for text in texts)
-        return (
-            [TokensPrompt(prompt_token_ids=rendered_text.token_ids) for rendered_text in rendered]
-            if texts
-            else prompts
-        )
+        texts = {index: text for index, text in enumerate(prompts) if isinstance(text, str)}
+        with engine.hold_rendering([*texts.values()], {"context": request_context(request)}):
+            rendered = await side_by_side(
+                render(text, add_special_tokens=False) for text in texts.values()
+            )
+        bare = {
+            index: TokensPrompt(prompt_token_ids=rendered_text.token_ids)
+            for index, rendered_text in zip(texts, rendered, strict=True)
+        }
+        return [bare.get(index, prompt) for index, prompt in enumerate(prompts)]
 
     async def _rendered(
         self,

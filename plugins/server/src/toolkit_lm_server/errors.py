@@ -23,6 +23,7 @@ from toolkit_lm.errors import (
     ToolkitError,
 )
 
+from toolkit_lm_server.schema_texts import Described
 from toolkit_lm_server.wanted_values import wanted
 
 logger = logging.getLogger(__name__)
@@ -43,17 +44,22 @@ _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}
 """Names that pydantic gives the members of a union, beside words that are not names."""
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(Described):
     message: str
+    """The error in words."""
     type: str
+    """The class of errors, by OpenAI's or vLLM's name."""
     param: str | None
+    """The field that is wrong. null: none."""
     code: str | None
+    """The kind of error. null: none has a name."""
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Described):
     """The shape of an error, for the description of the API."""
 
     error: ErrorDetail
+    """The error."""
 
 
 _MEANINGS = {
@@ -62,8 +68,10 @@ _MEANINGS = {
     404: "The model is not served.",
     413: "The body is too large.",
     415: "The body is compressed.",
+    424: "The model does not serve this task.",
     429: "Too many requests wait, or cost too much together, or a limit of the key is met.",
     500: "The server or the model failed.",
+    501: "The API has it, and this server does not.",
     502: "A render server's answer cannot be used.",
     503: "Requests are not served now.",
     504: "The request's timeout was over.",

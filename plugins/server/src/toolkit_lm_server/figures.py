@@ -63,8 +63,10 @@ class Figures:
         self.queued_tokens = self._gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait."
         )
-        self.restarts = self._gauge(
-            "engine_restarts", "How many times a dead engine process was started anew."
+        self.restarts = Counter(
+            "toolkit_lm_engine_restarts",
+            "How many times a dead engine process was started anew.",
+            registry=self.registry,
         )
 
     def _add_states(self) -> None:

@@ -8,12 +8,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from toolkit_lm.params import OF_THE_REQUEST
 
 from toolkit_lm_server.errors import ApiError
@@ -50,6 +50,8 @@ class ChoicePiece:
     """Log probabilities of each token, where asked for."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    versions: dict[str, Any] = field(default_factory=dict)
+    """`weight_versions` of a finished choice, if weights have changed since the start."""
 
 
 class Generation:
@@ -145,7 +147,7 @@ class Generation:
         """Token counts so far. Prompts count as the engine read them."""
         prompt = sum(output.num_prompt_tokens for output in self._latest.values())
         completion = sum(self._num_tokens)
-        metrics = [output.metrics for output in self._latest.values() if output.metrics]
+        metrics = _metrics(self._latest.values())
         drafted = sum(timing.num_draft_tokens for timing in metrics)
         accepted = sum(timing.num_accepted_tokens for timing in metrics)
         drafts: dict[str, Any] = {}
@@ -169,6 +171,14 @@ class Generation:
             },
             **drafts,
         }
+
+    def timings(self) -> dict[str, Any] | None:
+        """`timings_of` all prompts so far. None where no token has come, or the engine keeps no
+        times."""
+        outputs = [*self._latest.values()]
+        if not any(timing.first_token_ts for timing in _metrics(outputs)):
+            return None
+        return timings_of(outputs, sum(self._num_tokens))
 
     def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[ChoicePiece]:
         pieces = []
@@ -203,7 +213,49 @@ class Generation:
             new.logprobs or [],
             new.finish_reason,
             new.stop_reason,
+            _versions(new),
         )
+
+
+def _versions(output: CompletionOutput) -> dict[str, Any]:
+    spans = output.weight_versions or ()
+    return {"weight_versions": [*map(asdict, spans)]} if any(s.version for s in spans) else {}
+
+
+def timings_of(outputs: Collection[RequestOutput], num_tokens: int) -> dict[str, Any]:
+    """Times in llama.cpp's shape: those of prompts, from their arrival to the first token, and
+    those of the tokens after the first. 0 where there is no token yet.
+
+    `num_tokens`: tokens of all answers to the prompts.
+    """
+    cached = sum(output.num_cached_tokens for output in outputs)
+    prompt = sum(output.num_prompt_tokens for output in outputs) - cached
+    metrics = _metrics(outputs)
+    starts = [timing.first_token_ts for timing in metrics if timing.first_token_ts is not None]
+    ends = [timing.last_token_ts for timing in metrics if timing.last_token_ts is not None]
+    first = min(starts, default=0.0)
+    waited = first - min(timing.arrival_time for timing in metrics) if starts else 0.0
+    spent = max(ends, default=first) - first
+    return {
+        "cache_n": cached,
+        **_rates("prompt", prompt, prompt, waited),
+        **_rates("predicted", num_tokens, max(num_tokens - len(starts), 0), spent),
+    }
+
+
+def _metrics(outputs: Collection[RequestOutput]) -> list[RequestMetrics]:
+    return [output.metrics for output in outputs if output.metrics]
+
+
+def _rates(name: str, count: int, timed: int, seconds: float) -> dict[str, Any]:
+    """Fields of timings: `count` tokens, of which `timed` took `seconds`. A rate without a time is
+    0."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / timed if timed else 0.0,
+        f"{name}_per_second": timed / seconds if seconds > 0 else 0.0,
+    }
 
 
 def _name(token_id: int) -> str:

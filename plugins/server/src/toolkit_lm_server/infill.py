@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answers import answer
@@ -19,6 +19,7 @@ from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.schema_texts import Described
 
 _MOST = 128
 """Tokens of an answer where the body sets no limit."""
@@ -27,18 +28,21 @@ _WITHOUT_PLACE = (
     "logprob_token_ids",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "timings",
 )
 _SNIPPET = "\n\n--- snippet ---\n\n"
 _STOP_TYPES = {"stop": "eos", "length": "limit"}
 
 
-class Snippet(BaseModel):
+class Snippet(Described):
     """A text that gives the model context."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     text: str
+    """The text."""
     filename: str | None = None
+    """The name of its file, shown before it."""
 
 
 class InfillBody(SamplingBody):
@@ -51,8 +55,11 @@ class InfillBody(SamplingBody):
     verdicts = INFILL
 
     input_prefix: str = ""
+    """Text before the gap."""
     input_suffix: str = ""
+    """Text after the gap."""
     input_extra: Items[Snippet] = []
+    """Other texts of the project."""
     prompt: str = ""
     """Text that follows the prefix already."""
     n_predict: int | None = None

@@ -68,6 +68,14 @@ class Keys:
         """The account of a request, by its Authorization header. Raises ApiError (401)."""
         scheme, _, key = authorization.partition(" ")
         name = self._names.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        return self._account(name)
+
+    def of_name(self, name: str | None) -> Account:
+        """The account of the key of that name. Raises ApiError (401) where there is none any
+        more."""
+        return self._account(name if name in self.accounts else None)
+
+    def _account(self, name: str | None) -> Account:
         if name is None:
             message = "Incorrect API key provided: send it as 'Authorization: Bearer KEY'."
             raise ApiError(

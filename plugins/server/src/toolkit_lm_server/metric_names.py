@@ -1,4 +1,4 @@
-"""The names of metrics: our own, or vLLM's where it has them. vLLM's dashboards work with these."""
+"""The names of metrics: our own, and beside them vLLM's where it has any, for its dashboards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-
-from toolkit_lm_server.options import MetricNames
 
 _PREFIX = "toolkit_lm_"
 ENGINE = "engine"
@@ -56,6 +54,7 @@ VLLM_NAMES = {
     "request_max_tokens": VllmName("request_params_max_tokens"),
     "request_preemptions": VllmName("request_num_preemptions"),
     "lora_requests_info": VllmName("lora_requests_info"),
+    "engine_sleep_state": VllmName("engine_sleep_state"),
     "kv_cache_info": VllmName(
         "cache_config_info",
         {
@@ -73,15 +72,12 @@ It calls the others "capacity"."""
 
 
 class _Named(Collector):
-    """A registry's metrics under other names. The engine's metrics get labels that say which
-    engine."""
+    """A registry's metrics, those that vLLM has under its names, too. The engine's metrics get
+    labels that say which engine."""
 
-    def __init__(
-        self, registry: CollectorRegistry, names: MetricNames, model_name: str, several: bool
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, several: bool) -> None:
         self._several = several
         self._registry = registry
-        self._names = names
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -89,14 +85,14 @@ class _Named(Collector):
             short = family.name.removeprefix(_PREFIX)
             if short == family.name or short.startswith("engine_process_"):
                 yield self._unlabelled(_renamed(family, family.name, {}, {}))
-            elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
+                continue
+            if (other := VLLM_NAMES.get(short)) is not None:
                 labels = {ENGINE: "0", "model_name": self._model_name}
                 renamed = _renamed(family, f"vllm:{other.name}", labels, other.labels)
                 yield _merged_reasons(renamed) if short == WAITING_BY_REASON else renamed
-            else:
-                yield self._unlabelled(
-                    _renamed(family, family.name, {"model_name": self._model_name}, {})
-                )
+            yield self._unlabelled(
+                _renamed(family, family.name, {"model_name": self._model_name}, {})
+            )
 
     def _unlabelled(self, family: Metric) -> Metric:
         """The metric without the engine's label, where there is one engine."""
@@ -106,12 +102,10 @@ class _Named(Collector):
         return family
 
 
-def named(
-    registry: CollectorRegistry, names: MetricNames, model_name: str, *, several: bool = False
-) -> Collector:
+def named(registry: CollectorRegistry, model_name: str, *, several: bool = False) -> Collector:
     """A registry's metrics, under the names to tell. `several`: figures say which engine they are
     of."""
-    return _Named(registry, names, model_name, several)
+    return _Named(registry, model_name, several)
 
 
 def _merged_reasons(family: Metric) -> Metric:

@@ -20,7 +20,7 @@ from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.collectors import EngineProcesses
 from toolkit_lm_server.figures import Figures
 from toolkit_lm_server.metric_names import named
-from toolkit_lm_server.options import MetricNames
+from toolkit_lm_server.recent import Recent
 from toolkit_lm_server.watched import Watched, total_load
 
 if TYPE_CHECKING:
@@ -64,10 +64,11 @@ class Metrics:
 
     name = "server-metrics"
 
-    def __init__(self, *, model_name: str = "", names: MetricNames = "toolkit-lm") -> None:
-        """`model_name`: the label of all figures of the engine. `names`: the project whose names
-        they have."""
+    def __init__(self, *, model_name: str = "") -> None:
+        """`model_name`: the label of all figures of the engine."""
         self.model_name = model_name
+        self.recent = Recent()
+        """The latest times to first tokens and between tokens."""
         self.totals = Totals()
         self.loads: dict[int, LoadEvent] = {}
         """The latest load of each engine."""
@@ -76,11 +77,12 @@ class Metrics:
         self.sources: list[Callable[[], Awaitable[object]]] = []
         """Functions of plugins that are awaited before figures are told. They bring the plugin's
         own figures in `registry` up to date."""
-        self._names = names
         self._steps: defaultdict[int, LastStep] = defaultdict(LastStep)
         """The last step of each engine."""
         self._engine_pids: list[int | None] = [None]
         """Process ids by engine."""
+        self._num_restarts = 0
+        """Restarts that have been counted."""
         self._preempted: Tally[str] = Tally()
         """Preemptions of each request under way."""
         self.registry = CollectorRegistry()
@@ -103,6 +105,7 @@ class Metrics:
                 engine = str(event.engine)
                 if last.num_later > 0:
                     self._figures.between.observe(last.gap, last.num_later)
+                    self.recent.between.append((last.gap, last.num_later))
                     last.num_later = 0
                 before = self.loads.get(event.engine)
                 known = {} if before is None else before.waiting_by_reason
@@ -167,7 +170,8 @@ class Metrics:
         status = engine.health().status
         for health in _STATUSES:
             self._figures.status.labels(health).set(health == status)
-        self._figures.restarts.set(engine.num_restarts)
+        self._figures.restarts.inc(max(engine.num_restarts - self._num_restarts, 0))
+        self._num_restarts = engine.num_restarts
         self._figures.queued_tokens.set(engine.num_queued_tokens)
         processor = getattr(engine, "processor", None)
         self._figures.kv_cache.clear()
@@ -188,7 +192,7 @@ class Metrics:
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
         return generate_latest(
-            named(self.registry, self._names, self.model_name, several=len(self._engine_pids) > 1)
+            named(self.registry, self.model_name, several=len(self._engine_pids) > 1)
         )
 
     def _step(self, event: StepEvent) -> None:
@@ -229,6 +233,7 @@ class Metrics:
             case "first_token":
                 self._steps[event.engine].num_later -= event.num_sequences
                 self._figures.first_token.observe(since_arrival)
+                self.recent.first.append((since_arrival, 1))
                 self._prompt(event)
             case "aborted":
                 self._figures.aborted.labels(event.finish_reason).inc()

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
 
-MetricNames = Literal["toolkit-lm", "vllm"]
+HostedTools = Literal["ignore", "refuse"]
 
 _MOST_CONNECTIONS = 10_000
 """Default of most connections, where the process may have that many files open."""
@@ -107,6 +107,13 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     strict_fields: Annotated[
         bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")
     ] = False
+    hosted_tools: Annotated[
+        HostedTools,
+        option(
+            "Tools of requests that a vendor's server runs, such as web_search: ignore leaves them "
+            "out, with a warning; refuse makes them an error."
+        ),
+    ] = "ignore"
     allow_request_chat_template: Annotated[
         bool, option("Take chat templates of requests. They are rendered in a sandbox.")
     ] = False
@@ -203,13 +210,6 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
         ),
     ] = True
-    metrics_names: Annotated[
-        MetricNames,
-        option(
-            "Names of the metrics: this project's, or vLLM's for those that it has, for "
-            "dashboards that know them."
-        ),
-    ] = "toolkit-lm"
     shutdown_timeout: Annotated[
         int, option("Seconds that running requests get to finish when the server stops.", ge=0)
     ] = 10

@@ -110,6 +110,14 @@ PEER_FIELDS: Mapping[str, Mapping[str, str]] = {
     "/infill": {
         "llama.cpp": f"{_LLAMA_CPP} input_prefix input_suffix input_extra prompt t_max_prompt_ms",
     },
+    "/completion": {"llama.cpp": f"{_LLAMA_CPP} prompt model"},
+    "/generate": {
+        "SGLang": "text input_ids input_embeds image_data audio_data video_data sampling_params "
+        "rid return_logprob logprob_start_len top_logprobs_num token_ids_logprob "
+        "return_text_in_logprobs stream log_metrics session_params lora_path "
+        "custom_logit_processor return_hidden_states return_routed_experts extra_key priority "
+        "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank",
+    },
     "/v1/responses": {
         "OpenAI": "access_programs background background_options context_management conversation "
         "image include input instructions "

@@ -13,6 +13,7 @@ from toolkit_lm.plugin import PluginInfo, Plugins
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from fastapi.routing import APIRoute
+    from starlette.routing import BaseRoute
     from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.chat import Chat
@@ -26,8 +27,9 @@ HOOK = "toolkit_register_routes"
 SHIPPED = ("anthropic", "cohere", "ollama")
 """Plugins whose routes are served where they are loaded, unless the option `routes` lists
 others."""
-OF_MODELS = ("lora", "transcription")
-"""Shipped plugins that add routes only where the served model, or the engine, suits them."""
+OF_MODELS = ("batches", "lora", "rl", "transcription")
+"""Shipped plugins that add routes only where the served model, the engine, or the options of the
+server ask for them."""
 
 Lifespan = Callable[[], AbstractAsyncContextManager[object]]
 """The lifespan of a plugin's routes."""
@@ -42,8 +44,12 @@ class OpenAIApi:
     chat: Chat
     completions: Completions
     options: ServerOptions
+    router: APIRouter
+    """The server's router, with all of its routes once they are added."""
     metrics: Metrics | None = None
     """The server's figures; None: it has none."""
+    num_requests: Callable[[], int] = lambda: 0
+    """Counts the prompts and inputs of requests that are under way or wait."""
 
 
 def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
@@ -66,13 +72,13 @@ def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -
     """
     # The command checks names before it imports a web framework.
     from fastapi import APIRouter
-    from fastapi.routing import APIRoute
 
     names = api.options.routes
     engine = api.engines[None]
     check_names(engine.plugins, names)
     wanted = {*(SHIPPED if names is None else names), *OF_MODELS, _model_plugin(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []
+    of_server = [*router.routes]
     for info, register in engine.plugins.implementations(HOOK):
         if info.name not in wanted:
             continue
@@ -94,16 +100,9 @@ def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -
                     f"{info}: {getattr(route, 'path', route)!r} is not a plain HTTP route, the "
                     f"only kind that {HOOK} may add."
                 )
-            taken = {
-                (other.path, method)
-                for other in router.routes
-                if isinstance(other, APIRoute)
-                for method in other.methods or ()
-            }
-            for method in sorted(route.methods or ()):
-                if (route.path, method) in taken:
-                    raise PluginError(f"{info}: the route {method} {route.path} is in use.")
-            router.routes.append(route)
+            if getattr(route, "replaces", False) and info.name in (names or ()):
+                _drop(router, route, of_server)
+            _add(router, route, info)
 
     @asynccontextmanager
     async def together(app: Any) -> AsyncIterator[None]:
@@ -113,6 +112,32 @@ def add_plugin_routes(router: APIRouter, api: OpenAIApi, kind: type[APIRoute]) -
             yield
 
     router.lifespan_context = together
+
+
+def _add(router: APIRouter, route: APIRoute, info: PluginInfo) -> None:
+    """Adds a plugin's route. Raises PluginError where another has its path and one of its
+    methods."""
+    taken = {
+        method
+        for other in router.routes
+        if getattr(other, "path", None) == route.path
+        for method in getattr(other, "methods", None) or ()
+    }
+    for method in sorted(route.methods or ()):
+        if method in taken:
+            raise PluginError(f"{info}: the route {method} {route.path} is in use.")
+    router.routes.append(route)
+
+
+def _drop(router: APIRouter, route: APIRoute, of_server: Sequence[BaseRoute]) -> None:
+    """Removes the server's own route with the path and the methods of `route`, if there is one."""
+    for other in of_server:
+        if (
+            getattr(other, "path", None) == route.path
+            and getattr(other, "methods", None) == route.methods
+            and other in router.routes
+        ):
+            router.routes.remove(other)
 
 
 def _model_plugin(engine: ServingEngine) -> str | None:

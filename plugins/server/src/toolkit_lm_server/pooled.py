@@ -21,8 +21,8 @@ from toolkit_lm.prompts import Prompt, TextPair
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.generation import model_failure
 from toolkit_lm_server.pooling_protocol import CohereType, EmbeddingBody, EmbedDtype, EncodingFormat
-from toolkit_lm_server.protocol import EngineBody, check_priority
-from toolkit_lm_server.route import request_context
+from toolkit_lm_server.protocol import EngineBody
+from toolkit_lm_server.route import check_priority, request_context
 
 if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
@@ -84,7 +84,7 @@ def head(engine: ServingEngine, prefix: str) -> dict[str, Any]:
 def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
     """Token counts of pooled inputs."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
 
 
 def encoded(

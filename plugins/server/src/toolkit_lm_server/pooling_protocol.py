@@ -14,6 +14,7 @@ from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import missing
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.message_schemas import AnyMessage
 from toolkit_lm_server.protocol import EngineBody, RenderBody, examples
 from toolkit_lm_server.request_fields import ACTIVATION, POOLING, refused, renamed
 
@@ -22,7 +23,7 @@ BytesFormat = Literal["bytes", "bytes_only"]
 """Formats of answers that are not JSON. "bytes" has a header that describes the body."""
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+AnyInput = Annotated[str | list[int] | list[str | list[int]], SkipValidation]
 """Inputs that `read_inputs` checks. Its errors name the wrong one."""
 _SPARSE_TASKS = ("embed", "token_classify")
 Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
@@ -53,8 +54,11 @@ class InputBody(PoolingBody, RenderBody):
     prompt."""
 
     input: AnyInput | None = None
-    messages: Items[dict[str, Any]] | None = None
+    """The inputs: a text, a list of token ids, or a list of both."""
+    messages: Items[AnyMessage] | None = None
+    """A conversation, in place of inputs."""
     prompt_name: str | None = None
+    """The name of a prompt of the checkpoint's, which each input gets before it."""
 
     def check_input(self) -> None:
         """Raises ApiError or RequestError unless the body has either inputs or a conversation."""
@@ -86,12 +90,15 @@ class EmbeddingBody(InputBody):
     )
 
     encoding_format: EncodingFormat | BytesFormat = "float"
+    """The form of vectors: numbers, base64, or a binary answer."""
     embed_dtype: EmbedDtype = "float32"
     """The dtype of numbers in base64 and in bytes."""
     endianness: Literal["native", "little", "big"] = "native"
     """Byte order of numbers in base64 and in bytes. "native" means little-endian."""
     dimensions: int | None = None
+    """Dimensions that vectors are cut to, for models that allow it."""
     normalize: bool | None = None
+    """Vectors are of length 1. null: as the model's config says."""
     sparse: bool = False
     """Vectors come as the indices and values of what is not 0: for models such as SPLADE. With the
     task token_classify they are the greatest weights of token ids: BGE-M3."""
@@ -120,6 +127,7 @@ class ClassifyBody(InputBody):
     model_config = examples({"input": "Once upon a time"})
 
     use_activation: bool | None = None
+    """Outputs go through softmax or sigmoid. null: as the model's config says."""
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="classify", use_activation=self.use_activation)
@@ -131,11 +139,17 @@ class AnyPoolingBody(EmbeddingBody):
     verdicts = {**POOLING, **ACTIVATION, **renamed(normalized="normalize")}
     model_config = examples({"input": "Once upon a time", "task": "embed"})
 
-    task: Annotated[Any, WithJsonSchema({"enum": [None, *POOLING_TASKS]})] = None
+    task: Annotated[
+        Any,
+        WithJsonSchema({"anyOf": [{"type": "string", "enum": [*POOLING_TASKS]}, {"type": "null"}]}),
+    ] = None
     """A task of PoolingParams. None: the model's only one."""
     use_activation: bool | None = None
+    """Outputs go through softmax or sigmoid. null: as the model's config says."""
     step_tag_id: int | None = None
+    """The token at which a reward model rates a step."""
     returned_token_ids: Items[int] | None = None
+    """The tokens whose logits a reward model returns."""
 
     def params(self) -> PoolingParams:
         if self.sparse and self.task not in _SPARSE_TASKS:
@@ -153,14 +167,23 @@ class ScoreBody(PoolingBody):
     model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
 
     queries: Texts | None = None
+    """The text, or the texts, of the first side."""
     text_1: Texts | None = None
+    """Another name of queries."""
     data_1: Texts | None = None
+    """Another name of queries."""
     documents: Texts | None = None
+    """The text, or the texts, of the second side."""
     text_2: Texts | None = None
+    """Another name of documents."""
     data_2: Texts | None = None
+    """Another name of documents."""
     items: Texts | None = None
+    """Another name of documents."""
     instruction: str | None = None
+    """An instruction for models that take one."""
     use_activation: bool | None = None
+    """Outputs go through softmax or sigmoid. null: as the model's config says."""
 
     def texts(self, most: int) -> dict[str, str | list[str]]:
         """Queries and documents, in this order, by the names that the body gives them. Raises
@@ -184,13 +207,19 @@ class RerankBody(PoolingBody):
     model_config = examples({"query": "capital of France", "documents": ["Paris", "Rome"]})
 
     query: str
+    """The text that documents are compared with."""
     documents: Texts
+    """The documents, at least one."""
     top_n: Annotated[int, Field(ge=1)] | None = None
+    """Most documents in the answer. null: all."""
     return_documents: bool = True
+    """The answer has the documents' texts."""
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     """Longer documents are cut to so many tokens."""
     instruction: str | None = None
+    """An instruction for models that take one."""
     use_activation: bool | None = None
+    """Outputs go through softmax or sigmoid. null: as the model's config says."""
 
 
 class CohereRerankBody(RerankBody):
@@ -209,12 +238,17 @@ class CohereEmbedBody(EngineBody):
     model_config = examples({"texts": ["Once upon a time"]})
 
     texts: Texts
+    """The texts, at least one."""
     input_type: (
         Literal["search_query", "search_document", "classification", "clustering"] | None
     ) = None
+    """The use of the vectors, for checkpoints with a prompt for it."""
     embedding_types: Items[CohereType] | None = None
+    """Types of numbers that vectors come in. null: float."""
     output_dimension: int | None = None
+    """Dimensions that vectors are cut to, for models that allow it."""
     truncate: Literal["NONE", "END"] = "END"
+    """"END" cuts texts that are too long. With "NONE" they are an error."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer texts are cut to so many tokens. With `truncate` NONE they are an error."""
 
@@ -244,8 +278,8 @@ class CohereEmbedBody(EngineBody):
 
 
 def read_inputs(value: Any, most: int) -> Inputs:
-    """The inputs in `value`: one text, one list of token ids, or a list of either, without a
-    mixture. Raises RequestError."""
+    """The inputs in `value`: one text, one list of token ids, or a list of both. Raises
+    RequestError."""
     if isinstance(value, str):
         return Inputs([value], ["input"])
     _check_list(value, "input", most=None)
@@ -253,22 +287,27 @@ def read_inputs(value: Any, most: int) -> Inputs:
         return Inputs([TokensPrompt(prompt_token_ids=value)], ["input"])
     _check_list(value, "input", most)
     names = [f"input[{index}]" for index in range(len(value))]
-    if all(isinstance(item, str) for item in value):
-        return Inputs(value, names)
-    if isinstance(value[0], list):
-        for name, text in zip(names, value, strict=True):
-            if not isinstance(text, list) or not all(type(token) is int for token in text):
-                raise RequestError(
-                    f"{name} must be a list of token ids: input is of one kind throughout.", "input"
-                )
-        return Inputs([TokensPrompt(prompt_token_ids=item) for item in value], names)
-    kind = str if isinstance(value[0], str) else int
-    wrong = next(index for index, item in enumerate(value) if type(item) is not kind)
-    expected = "texts, or of token ids, or of lists of token ids"
-    raise RequestError(
-        f"input[{wrong}] is of another kind: input must be a text, or a list of {expected}.",
-        "input",
-    )
+    if type(value[0]) is int:
+        wrong = next(index for index, item in enumerate(value) if type(item) is not int)
+        raise RequestError(
+            f"input[{wrong}] is of another kind: a list that begins with a token id is one input, "
+            "of token ids.",
+            "input",
+        )
+    return Inputs([_input(item, name) for item, name in zip(value, names, strict=True)], names)
+
+
+def _input(item: Any, name: str) -> Prompt:
+    """One of several inputs."""
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, list):
+        raise RequestError(
+            f"{name} is of another kind: it must be a text, or a list of token ids.", "input"
+        )
+    if not all(type(token) is int for token in item):
+        raise RequestError(f"{name} must be a list of token ids.", "input")
+    return TokensPrompt(prompt_token_ids=item)
 
 
 def read_texts(value: Any, name: str, most: int) -> list[str]:

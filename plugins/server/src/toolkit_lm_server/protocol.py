@@ -32,6 +32,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry
 
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.fields import Items, parameter_fields
+from toolkit_lm_server.message_schemas import AnyMessage, AnyTool
 from toolkit_lm_server.request_fields import (
     CHAT,
     COMMON,
@@ -40,11 +41,11 @@ from toolkit_lm_server.request_fields import (
     Verdicts,
     described_others,
 )
+from toolkit_lm_server.schema_texts import Described
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
     from toolkit_lm.processing import RequestOptions
-    from toolkit_lm_serving.engine import ServingEngine
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
@@ -52,7 +53,7 @@ def examples(*bodies: dict[str, Any]) -> ConfigDict:
     return ConfigDict(json_schema_extra={"examples": [*bodies]})
 
 
-class Body(BaseModel):
+class Body(Described):
     """A JSON object. Values are taken as they are: "1" is not a number, and true is not an
     integer."""
 
@@ -76,8 +77,10 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        schema["properties"] = {**described_others(cls.verdicts), **schema["properties"]}
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        resolved = handler.resolve_ref_schema(schema)
+        stated = resolved["properties"]
+        resolved["properties"] = {**described_others(cls.verdicts, stated), **stated}
         return schema
 
     @classmethod
@@ -127,10 +130,11 @@ def _as_switch(value: Any) -> Any:
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Described):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool = False
+    """The last event of a stream has the usage."""
     continuous_usage_stats: bool = False
     """Each event of a stream has the usage so far."""
 
@@ -147,9 +151,11 @@ class EngineBody(Body):
     """Fields that tell the engine how to handle the requests."""
 
     priority: int = 0
+    """Requests with a smaller number are scheduled first, where the scheduling policy reads it."""
     timeout: float | None = None
     """Seconds after which the request ends with the tokens that it has."""
     cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes."""
 
     def request_options(self, context: dict[str, str]) -> RequestOptions:
         """The options of the engine's requests. `context`: facts of the HTTP request for plugins
@@ -190,11 +196,16 @@ class SamplingBody(_SamplingFields):  # type: ignore[misc]
         None, description=SAMPLING_PARAMS["seed"].help
     )
     stream: bool | None = None
+    """The answer comes as server-sent events, as it is generated."""
     stream_options: StreamOptions | None = None
+    """Options of a stream."""
     return_token_ids: bool = False
     """The answer has the token ids of prompts and outputs, too."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens by id, "token_id:7". Texts of tokens may be alike."""
+    timings: bool = False
+    """The answer has the times of its prompt and of its tokens, in llama.cpp's shape. In a stream,
+    each event that has tokens tells them so far."""
     truncation_side: Literal["left", "right"] | None = None
     """The side at which prompts are cut. "right" is for plain completions. None means "left"."""
     n_predict: int | None = None
@@ -335,12 +346,18 @@ class RenderBody(Body):
     """Fields that tell how a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
+    """The prompt ends where an answer of the assistant's begins. The default is true for chats."""
     continue_final_message: bool = False
+    """The answer goes on with the last message, which the prompt leaves open."""
     add_special_tokens: bool | None = None
+    """The tokenizer adds its special tokens. The default is true for a text, and false for a
+    conversation, whose template writes them."""
     documents: Items[dict[str, Any]] | None = None
+    """Documents for the chat template, where it takes any."""
     chat_template: str | None = None
     """A chat template in place of the model's, where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the checkpoint's processor of images and other media."""
 
@@ -402,16 +419,23 @@ class ChatBody(SamplingBody, RenderBody):
 
     verdicts = CHAT
 
-    messages: Items[dict[str, Any]]
+    messages: Items[AnyMessage]
+    """The conversation, the oldest message first."""
     max_completion_tokens: int | None = None
+    """Most output tokens, OpenAI's newer name of max_tokens. null: as many as fit."""
     echo: bool = False
     """The answer begins with the last message where that is the assistant's."""
-    tools: Items[dict[str, Any]] | None = None
+    tools: Items[AnyTool] | None = None
     """Functions that the model may call, as OpenAI has them."""
     tool_choice: str | dict[str, Any] | None = None
-    """The tools to call: "none", "auto", "required", or a function."""
+    """The tools to call: "none", "auto", "required", a function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
     """False limits an answer to one call."""
+    verbosity: str | None = None
+    """The length of answers, for a chat template that reads it: "low", "medium" or "high"."""
+    service_tier: str | None = None
+    """The tier that is asked for. All requests are served in the tier "default", which the answer
+    tells."""
     reasoning_effort: str | None = None
     """The effort that the chat template gets. "none" turns thinking off, like enable_thinking
     false."""
@@ -421,6 +445,7 @@ class ChatBody(SamplingBody, RenderBody):
     """Whether log probabilities are told. The texts "true" and "false" are taken, too: vLLM's
     clients send them."""
     top_logprobs: int | None = None
+    """Alternatives that log probabilities tell for each token. -1: the whole vocabulary."""
 
     def conversations(self, most: int) -> list[list[dict[str, Any]]]:
         """The conversations to answer, at most `most`. Raises RequestError for more."""
@@ -456,26 +481,4 @@ class ChatBody(SamplingBody, RenderBody):
         max_tokens = most if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling_params(
             max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None
-        )
-
-
-def check_generates(engine: ServingEngine) -> None:
-    """Raises RequestError for a model that only pools."""
-    if "generate" not in engine.tasks:
-        raise RequestError(
-            f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task"
-        )
-
-
-def check_priority(engine: ServingEngine, options: RequestOptions) -> None:
-    """Raises RequestError for a priority that the scheduling policy ignores."""
-    if not options.get("priority"):
-        return
-    policies = engine.plugins.scheduling_policies
-    if not policies.get(engine.config.scheduler.policy).reads_priority:
-        able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
-        raise RequestError(
-            "priority has no effect here. Leave it out, or ask the operator to schedule by it "
-            f"(scheduling_policy={able}).",
-            "priority",
         )

@@ -9,6 +9,7 @@ from toolkit_lm.prompts import Prompt
 
 from toolkit_lm_server.completions import CompletionBody
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.message_schemas import AnyMessage, AnyTool
 from toolkit_lm_server.protocol import Body, ChatBody, RenderBody, examples
 from toolkit_lm_server.request_fields import TOKENS
 
@@ -23,10 +24,13 @@ class TokenizeBody(RenderBody):
     )
 
     prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    """The text."""
+    messages: Items[AnyMessage] | None = None
+    """A conversation, in place of a text."""
+    tools: Items[AnyTool] | None = None
     """Functions that the chat template is given."""
     return_token_strs: bool = False
+    """The answer has the texts of the tokens, too."""
 
     def render_options(self) -> dict[str, Any]:
         return super().render_options() | ({"tools": self.tools} if self.tools else {})
@@ -40,6 +44,7 @@ class DetokenizeBody(Body):
     model_config = examples({"tokens": [5, 6, 7]})
 
     tokens: Items[int]
+    """The token ids."""
 
 
 class DerenderBody(Body):
@@ -50,9 +55,11 @@ class DerenderBody(Body):
     model_config = examples({"token_ids": [5, 6, 7]})
 
     token_ids: Items[int]
+    """The token ids to derender."""
     prompt_token_ids: Items[int] = []
     """The token ids before those to derender. The join of the first text depends on them."""
     skip_special_tokens: bool = True
+    """Special tokens have no text."""
 
 
 class Held(Body):
@@ -79,6 +86,7 @@ class CompletionRenderBody(CompletionBody, Held):
     """An item or a list of items, by modality, for one prompt: {"image":
     ["data:image/png;base64,..."]}."""
     mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the checkpoint's processor of images and other media."""
     multi_modal_uuids: dict[str, Any] | None = None
     """The client's own names of the items, by modality. Equal items with different names share
     nothing."""

@@ -26,11 +26,8 @@ from toolkit_lm.resolution import resolve_configured
 from toolkit_lm_serving.budget import BudgetedModel, CostBudget
 
 from toolkit_lm_server.answer_schemas import (
-    Derendered,
     ModelCard,
     ModelList,
-    RenderedList,
-    RenderedPrompt,
     Text,
     TokenIds,
     answers,
@@ -50,6 +47,11 @@ from toolkit_lm_server.render_protocol import (
     CompletionRenderBody,
     DerenderBody,
     Held,
+)
+from toolkit_lm_server.rendered_schemas import (
+    Derendered,
+    RenderedList,
+    RenderedPrompt,
 )
 from toolkit_lm_server.route import request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit_lm_server.log import Clock, fields
 from toolkit_lm_server.metrics import Metrics, Totals, num_fitting
+from toolkit_lm_server.recent import percentile
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
@@ -41,6 +42,7 @@ class Throughput:
         prompt = now.prompt - before.prompt
         cached = now.cached - before.cached
         output = now.output - before.output
+        first, between = self._metrics.recent.drain()
         load = self._metrics.load
         running, waiting = (0, 0) if load is None else (load.num_running, load.num_waiting)
         if not (prompt or output or running or waiting):
@@ -50,9 +52,13 @@ class Throughput:
         logger.info(
             "%.1f prompt tokens/s, %.1f output tokens/s; %d sequences running, %d requests "
             "waiting; KV cache %.1f%% used, "
-            "prefix cache hits %.1f%%",
+            "prefix cache hits %.1f%%%s%s",
             *(prompt / seconds, output / seconds, running, waiting, 100 * usage, 100 * hits),
+            _shown("first token", first),
+            _shown("between tokens", between),
             extra=fields(
+                **_percentiles("time_to_first_token", first),
+                **_percentiles("inter_token_latency", between),
                 prompt_tokens_per_second=round(prompt / seconds, 3),
                 output_tokens_per_second=round(output / seconds, 3),
                 num_running=running,
@@ -61,6 +67,29 @@ class Throughput:
                 prefix_cache_hit_rate=round(hits, 6),
             ),
         )
+
+
+_PERCENTS = (50, 99)
+
+
+def _shown(name: str, values: list[tuple[float, int]]) -> str:
+    """The percentiles for people: "; first token p50 12.0 ms, p99 40.1 ms"."""
+    if not values:
+        return ""
+    shown = (
+        f"p{percent} {1000 * (percentile(values, percent) or 0):.1f} ms" for percent in _PERCENTS
+    )
+    return f"; {name} {', '.join(shown)}"
+
+
+def _percentiles(name: str, values: list[tuple[float, int]]) -> dict[str, float | None]:
+    """The percentiles in seconds, as fields of a line in JSON. None where there are none."""
+    return {
+        f"{name}_p{percent}_seconds": None
+        if (value := percentile(values, percent)) is None
+        else round(value, 6)
+        for percent in _PERCENTS
+    }
 
 
 def report_start(engine: Any, seconds: float) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from toolkit_lm.params import SAMPLING_PARAMS
 
+from toolkit_lm_server.field_kinds import exactly, kind_schema
+
 Becomes = Literal["refused", "idle", "reported", "renamed"]
 """Fates of a field. "refused": an error, unless its value changes nothing. "idle": without effect
 on any answer.
@@ -107,6 +109,7 @@ _ADAPTERS = "give an adapter's name as the model"
 _OWN_FIELDS = "parameters of plugins are fields of their own"
 _REASONING = "the operator chooses how reasoning is read (reasoning_parser): leave it out"
 _STRUCTURE = "use structured_outputs or response_format"
+_TIMINGS = "it asks for timings in the answer: /metrics has them"
 _TOOL_CALLS = "the operator chooses how tool calls are read (tool_call_parser): leave it out"
 _TEMPLATE = "use chat_template_kwargs"
 _PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -128,10 +131,8 @@ COMMON: Verdicts = {
         "it concerns how a stream is split into events",
         "stream_interval sse_ping_interval stream_reasoning",
     ),
-    **idle(
-        "it asks for timings in the answer: /metrics has them",
-        "timings_per_token return_progress",
-    ),
+    **idle("it asks for events before the first token", "return_progress"),
+    **idle(_TIMINGS, "timings_per_token"),
     **idle(
         "a context is never shifted: an answer that reaches its end has the finish_reason length",
         "n_keep n_discard",
@@ -247,11 +248,13 @@ SAMPLING: Verdicts = {
         sampling_seed="seed",
         n_cmpl="n",
     ),
+    "timings_per_token": Verdict("renamed", "timings"),
 }
 """Rules for bodies with sampling parameters."""
 
 INFILL: Verdicts = {
     **SAMPLING,
+    **idle(_TIMINGS, "timings_per_token"),
     **reported(
         "editors always send it; here the order of filters is fixed, and an answer ends by its "
         "length or `timeout`",
@@ -260,7 +263,11 @@ INFILL: Verdicts = {
     ),
 }
 
-CHAT: Verdicts = {**SAMPLING, **renamed(max_completion_tokens="max_tokens")}
+CHAT: Verdicts = {
+    **SAMPLING,
+    **renamed(max_completion_tokens="max_tokens"),
+    **reported("this server keeps no chats: it may keep those of /v1/responses", "store"),
+}
 
 RESPONSES: Verdicts = {
     **SAMPLING,
@@ -276,7 +283,7 @@ RESPONSES: Verdicts = {
     **refused("ask /v1/chat/completions", "chat_template mm_processor_kwargs documents"),
 }
 
-TEXT: Verdicts = refused("ask for it in instructions", "verbosity", "medium")
+TEXT: Verdicts = {}
 """Rules for fields inside of `text`."""
 REASONING: Verdicts = reported(
     "reasoning is returned whole, as the model writes it",
@@ -323,7 +330,12 @@ TOKENS: Verdicts = {
     **COMMON,
     **refused("use prompt", "content text"),
     **refused("use add_special_tokens", "add_special"),
-    **refused("texts of special tokens are texts", "parse_special"),
+    **refused(
+        "the tokenizer reads texts of special tokens as these",
+        "parse_special",
+        True,
+        false_asks=True,
+    ),
     **refused("use return_token_strs", "with_pieces"),
     **refused("texts are returned unchanged", "skip_special_tokens", True, false_asks=False),
 }
@@ -353,25 +365,32 @@ SPEECH: Verdicts = {
 """Rules for forms with recordings."""
 
 
-def described_others(verdicts: Verdicts) -> dict[str, Any]:
-    """Properties of a JSON Schema that describe the fate of fields which a body does not state."""
+def described_others(verdicts: Verdicts, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties of a JSON Schema for fields which a body does not state, and which may have a
+    value. `stated`: the properties of the fields that it states."""
     properties: dict[str, Any] = {}
     for name, verdict in sorted(verdicts.items()):
         match verdict.becomes:
             case "refused" if verdict.qualifies:
-                properties[name] = {
-                    "description": (
-                        f"It is refused with {' or '.join(verdict.qualifies)}: {verdict.note}."
-                    )
-                }
+                text = f"It is refused with {' or '.join(verdict.qualifies)}: {verdict.note}."
+                properties[name] = {**kind_schema(name), "description": text}
+            case "refused" if not verdict.neutral:
+                # No value asks for anything: clients need not know the field.
+                continue
             case "refused":
                 nothing = [None] if True in verdict.neutral or verdict.false_asks else [None, False]
                 properties[name] = {
-                    "enum": [*nothing, *verdict.neutral],
+                    "anyOf": [exactly(value) for value in (*nothing, *verdict.neutral)],
                     "description": f"Any other value is refused: {verdict.note}.",
                 }
             case "renamed":
-                properties[name] = {"description": f"Another name of {verdict.note}."}
+                shape = {
+                    word: part
+                    for word, part in stated.get(verdict.note, {}).items()
+                    if word not in ("title", "default", "examples")
+                }
+                properties[name] = {**shape, "description": f"Another name of {verdict.note}."}
             case _:
-                properties[name] = {"description": f"It has no effect: {verdict.note}."}
+                text = f"It has no effect: {verdict.note}."
+                properties[name] = {**kind_schema(name), "description": text}
     return properties

@@ -32,7 +32,7 @@ class Reranking:
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """Scores one query with each document, or as many queries as documents, pair by pair."""
         engine = self._engines[body.model]
-        scores, outputs = await self._score(
+        scores, outputs = await self.scored(
             engine, body, request, body.texts(self._options.max_inputs)
         )
         data = [
@@ -50,7 +50,7 @@ class Reranking:
         if body.max_tokens_per_doc is not None:
             with engine.hold_rendering(documents, {"context": request_context(request)}):
                 texts = await asyncio.to_thread(_cut, engine, documents, body.max_tokens_per_doc)
-        scores, outputs = await self._score(
+        scores, outputs = await self.scored(
             engine, body, request, {"query": body.query, "documents": texts}
         )
         results = []
@@ -75,7 +75,7 @@ class Reranking:
         """Ranks documents like /rerank, with the defaults of Cohere's API."""
         return await self.rerank(body, request)
 
-    async def _score(
+    async def scored(
         self,
         engine: ServingEngine,
         body: ScoreBody | RerankBody,

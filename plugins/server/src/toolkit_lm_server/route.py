@@ -7,7 +7,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
+from toolkit_lm.errors import RequestError
 from toolkit_lm_serving import ADAPTERS, CLIENT
 
 from toolkit_lm_server.caller import CALLER, KEY, Caller
@@ -32,6 +33,10 @@ from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.threads import in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UnknownFields
+
+if TYPE_CHECKING:
+    from toolkit_lm.processing import RequestOptions
+    from toolkit_lm_serving.engine import ServingEngine
 
 REQUEST_ID = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -60,6 +65,9 @@ class ServerRoute(APIRoute):
     metrics: Metrics | None
     takes_any_type: bool = False
     """Bodies are JSON, whatever their content type is."""
+    replaces: bool = False
+    """The route may take the place of one of the server's own, where the option `routes` names its
+    plugin. It takes the bodies of that one, too."""
     error_body: type[BaseModel] = ErrorBody
     """The shape of errors from `refusal`, for the description of the API."""
 
@@ -119,6 +127,7 @@ def _introduced(route: ServerRoute, handle: Handle) -> Handle:
         caller.unknown = UnknownFields(lenient=not route.server_options.strict_fields)
         caller.keep_alive = route.server_options.sse_keep_alive
         caller.takes_templates = route.server_options.allow_request_chat_template
+        caller.refuses_hosted_tools = route.server_options.hosted_tools == "refuse"
         CALLER.set(caller)
         response = await handle(request)
         response.headers[REQUEST_ID] = caller.request_id
@@ -151,8 +160,12 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
     async def admitted(request: Request) -> Response:
         account = None
         if route.keys is not None:
-            account = route.keys.find(authorization(request.headers))
             caller = caller_of(request)
+            account = (
+                route.keys.of_name(caller.key)
+                if caller.on_behalf
+                else route.keys.find(authorization(request.headers))
+            )
             caller.key = caller.client = account.name
             caller.adapters = account.adapters
         if (ready := route.readiness) is not None:
@@ -288,3 +301,25 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def check_generates(engine: ServingEngine) -> None:
+    """Raises RequestError for a model that only pools."""
+    if "generate" not in engine.tasks:
+        raise RequestError(
+            f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task"
+        )
+
+
+def check_priority(engine: ServingEngine, options: RequestOptions) -> None:
+    """Raises RequestError for a priority that the scheduling policy ignores."""
+    if not options.get("priority"):
+        return
+    policies = engine.plugins.scheduling_policies
+    if not policies.get(engine.config.scheduler.policy).reads_priority:
+        able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
+        raise RequestError(
+            "priority has no effect here. Leave it out, or ask the operator to schedule by it "
+            f"(scheduling_policy={able}).",
+            "priority",
+        )

@@ -22,6 +22,8 @@ class Segment:
     id: str = ""
     """Id of a tool call. The function's name is in `name`."""
     name: str = ""
+    is_custom: bool = False
+    """A call of a custom tool, whose text is its input."""
     parts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     """Log probabilities of a text's tokens, as chat completions have them."""
@@ -100,13 +102,14 @@ class Segments:
         self._add(steps, self._open, text, logprobs or [])
 
     def _call(self, steps: list[Step], index: int, call: Mapping[str, Any]) -> None:
-        function = call.get("function") or {}
+        is_custom = call.get("type") == "custom"
+        function = call.get("custom" if is_custom else "function") or {}
         if index not in self._calls:
             self._calls[index] = Segment(
-                "call", len(self.all), call.get("id") or "", function.get("name") or ""
+                "call", len(self.all), call.get("id") or "", function.get("name") or "", is_custom
             )
             self._begin(steps, self._calls[index])
-        if arguments := function.get("arguments"):
+        if arguments := function.get("input" if is_custom else "arguments"):
             self._add(steps, self._calls[index], arguments, [])
 
     def _begin(self, steps: list[Step], segment: Segment) -> None:

@@ -42,6 +42,11 @@ class Background:
         task = self._work[name] = asyncio.create_task(work())
         task.add_done_callback(lambda _: self._work.pop(name, None))
 
+    async def wait(self, name: str) -> None:
+        """Waits until the work on a response has ended."""
+        if (task := self._work.get(name)) is not None:
+            await asyncio.wait([task])
+
     async def stop(self, name: str) -> None:
         """Ends the work on a response, and waits until it has ended."""
         if (task := self._work.get(name)) is not None:

@@ -13,13 +13,14 @@ from toolkit_lm_server.errors import printable
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import REASONING, RESPONSES, STREAM_OPTIONS, TEXT
-from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
+from toolkit_lm_server.responses.items import chat_tools, messages_of
 
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 """Names that fields of a chat completion have in a response."""
 _ALSO = (
@@ -34,7 +35,7 @@ _ALSO = (
     "parallel_tool_calls",
 )
 _LOGPROBS = "message.output_text.logprobs"
-_OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+_OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "timings")
 """Fields of chat completions that a response has no place for."""
 _INCLUDED = (
     _LOGPROBS,
@@ -66,30 +67,42 @@ class ResponsesBody(SamplingBody):
 
     verdicts = RESPONSES
     nested = {
-        "text": (("format",), TEXT),
+        "text": (("format", "verbosity"), TEXT),
         "reasoning": (("effort",), REASONING),
         "stream_options": ((), STREAM_OPTIONS),
     }
 
     input: str | Items[dict[str, Any]]
+    """The user's text, or items: messages, calls and their results, reasoning."""
     instructions: str | None = None
+    """A system message before the input."""
     max_output_tokens: int | None = None
+    """Most output tokens, reasoning among them. null: as many as fit."""
     reasoning: dict[str, Any] | None = None
+    """How much the model reasons: {"effort": ...}."""
     text: dict[str, Any] | None = None
-    """The format of the text, {"format": ...}, as response_format of chat completions. The members
-    of a JSON schema stand in it directly."""
+    """The format of the text, {"format": ...}, as response_format of chat completions, and its
+    "verbosity". The members of a JSON schema stand in the format directly."""
     tools: Items[dict[str, Any]] | None = None
+    """Functions that the model may call, in the shape of this API."""
     tool_choice: str | dict[str, Any] | None = None
+    """The tools to call: "none", "auto", "required", a function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
+    """False limits an answer to one call."""
     max_tool_calls: int | None = None
     """Most calls of tools that run on the server. There are none."""
     top_logprobs: int | None = None
+    """Alternatives that log probabilities tell for each token."""
     include: Items[str] | None = None
+    """What else the answer has, such as "message.output_text.logprobs"."""
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     """Values that come back with the answer."""
     store: bool | None = None
+    """The answer is kept, where the server keeps any, so that previous_response_id can name it."""
     previous_response_id: str | None = None
+    """The kept answer whose conversation goes on."""
     truncation: Literal["auto", "disabled"] | None = None
+    """"auto" cuts a prompt that is too long at its beginning."""
     background: bool | None = None
     """The answer is made in the background. GET tells its state."""
     enable_response_messages: bool = False
@@ -98,6 +111,7 @@ class ResponsesBody(SamplingBody):
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
     """Options of a stream, without effect: nothing is obfuscated."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
 
     def own_messages(self) -> list[dict[str, Any]]:
         """The input, as messages of a chat. Raises RequestError."""
@@ -117,12 +131,15 @@ class ResponsesBody(SamplingBody):
         if self.tells_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.tools:
-            choice, tools = chat_tool_choice(self.tool_choice, chat_tools(self.tools))
-            fields |= {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
+            fields["tools"] = chat_tools(self.tools)
+            if self.tool_choice is not None:
+                fields["tool_choice"] = self.tool_choice
         elif self.tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is allowed only with tools.", "tool_choice")
         if (effort := (self.reasoning or {}).get("effort")) is not None:
             fields["reasoning_effort"] = effort
+        if (verbosity := (self.text or {}).get("verbosity")) is not None:
+            fields["verbosity"] = verbosity
         if (form := self._response_format()) is not None:
             fields["response_format"] = form
         return fields

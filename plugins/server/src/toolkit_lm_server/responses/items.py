@@ -3,6 +3,7 @@ chat."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,47 @@ from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.errors import printable
 
+_IDS = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""Beginnings of ids, by the type of the item."""
+_LONGEST_ID = 128
+"""Most characters of an id that a client gives."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def items_of(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an input, as they are kept: each has an id and a type. Call `messages_of`
+    first, which checks them."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    return [_kept(item) for item in value]
+
+
+def _kept(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    name = item.get("id")
+    if not (isinstance(name, str) and 0 < len(name) <= _LONGEST_ID):
+        name = f"{_IDS.get(kind, 'item')}_{uuid.uuid4().hex}"
+    return {**item, "type": kind, "id": name}
+
+
+def listed(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A kept item, as routes list it: the content of a message is a list of parts."""
+    if item["type"] != "message":
+        return {**item}
+    content = item.get("content")
+    if isinstance(content, str):
+        is_output = item.get("role") == "assistant"
+        more: dict[str, Any] = {"annotations": []} if is_output else {}
+        kind = "output_text" if is_output else "input_text"
+        content = [{"type": kind, "text": content, **more}]
+    return {"status": "completed", **item, "content": content}
 
 
 def messages_of(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,13 +94,22 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
                 messages,
                 call={"id": _str(item, "call_id", where), "type": "function", "function": function},
             )
-        case "function_call_output":
+        case "custom_tool_call":
+            custom = {name: _str(item, name, where) for name in ("name", "input")}
+            _assistant(
+                messages,
+                call={"id": _str(item, "call_id", where), "type": "custom", "custom": custom},
+            )
+        case "function_call_output" | "custom_tool_call_output":
             content = _content(item.get("output"), f"{where}.output")
             messages.append(
                 {"role": "tool", "tool_call_id": _str(item, "call_id", where), "content": content}
             )
         case kind:
-            known = "message, reasoning, function_call, function_call_output"
+            known = (
+                "message, reasoning, function_call, function_call_output, custom_tool_call, "
+                "custom_tool_call_output"
+            )
             raise RequestError(
                 f"{where}: items of type {printable(repr(kind))} are not supported. Supported: "
                 f"{known}.",
@@ -158,39 +208,17 @@ def _str(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tools of a chat. Raises RequestError for tools that run on OpenAI's servers."""
-    found = []
-    for index, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            kind = printable(repr(tool.get("type")))
-            raise RequestError(
-                f"tools[{index}]: this server runs no tools of type {kind}: functions are what "
-                "it takes.",
-                "tools",
-            )
-        # OpenAI takes them for strict where nothing is said; parameters without a schema cannot be.
-        function = {
-            name: tool[name]
-            for name in ("name", "description", "parameters", "strict")
-            if tool.get(name) is not None
-        }
-        found.append({"type": "function", "function": function})
-    return found
+    """The tools of a chat: functions and others have their fields in a mapping there."""
+    return [_chat_tool(tool) for tool in tools]
 
 
-def chat_tool_choice(
-    choice: str | Mapping[str, Any] | None, tools: list[dict[str, Any]]
-) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
-    """A chat's tool_choice, and the tools that it leaves. Raises RequestError."""
-    if choice is None or isinstance(choice, str):
-        return choice, tools
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}, tools
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-            names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
-            return mode, [tool for tool in tools if tool["function"].get("name") in names]
-    raise RequestError(
-        'tool_choice must be "none", "auto", "required", a function or allowed_tools.',
-        "tool_choice",
-    )
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        return {**tool}
+    # OpenAI takes them for strict where nothing is said; parameters without a schema cannot be.
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters", "strict")
+        if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}

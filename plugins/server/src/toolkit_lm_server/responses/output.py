@@ -97,7 +97,7 @@ class Output:
         text = step.segment.text if step.phase == "end" else step.text
         item = {"output_index": segment.number}
         if step.phase == "begin":
-            self._ids.append(f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}")
+            self._ids.append(_id_of(segment))
         place = {"item_id": self._ids[segment.number], **item}
         added = {
             "type": "response.output_item.added",
@@ -111,16 +111,17 @@ class Output:
         }
         if segment.kind == "call":
             event = "response.function_call_arguments"
+            whole = {"name": segment.name, "arguments": text}
+            if segment.is_custom:
+                event = "response.custom_tool_call_input"
+                whole = {"input": text}
             match step.phase:
                 case "begin":
                     return [added]
                 case "more":
                     return [{"type": f"{event}.delta", **place, "delta": text}]
                 case "end":
-                    return [
-                        {"type": f"{event}.done", **place, "name": segment.name, "arguments": text},
-                        done,
-                    ]
+                    return [{"type": f"{event}.done", **place, **whole}, done]
         event, place = f"response.{_PART[segment.kind]}", {**place, "content_index": 0}
         tokens = segment.logprobs if step.phase == "end" else step.logprobs
         logprobs = (
@@ -141,9 +142,8 @@ class Output:
             case "more":
                 return [{"type": f"{event}.delta", **place, "delta": text, **logprobs}]
             case "end":
-                whole = {"type": f"{event}.done", **place, "text": text, **logprobs}
                 return [
-                    whole,
+                    {"type": f"{event}.done", **place, "text": text, **logprobs},
                     {"type": "response.content_part.done", **place, "part": self._part(segment)},
                     done,
                 ]
@@ -153,12 +153,11 @@ class Output:
         item: dict[str, Any] = {"id": self._ids[segment.number], "status": status}
         match segment.kind:
             case "call":
-                call = {
-                    "call_id": segment.id,
-                    "name": segment.name,
-                    "arguments": "" if begun else segment.text,
-                }
-                return {"type": "function_call", **item, **call}
+                kind = "custom_tool_call" if segment.is_custom else "function_call"
+                field = "input" if segment.is_custom else "arguments"
+                text = "" if begun else segment.text
+                call = {"call_id": segment.id, "name": segment.name, field: text}
+                return {"type": kind, **item, **call}
             case "reasoning":
                 content = [] if begun else [self._part(segment)]
                 return {
@@ -189,9 +188,7 @@ class Output:
         """The items of the output. `last`: the status of the last one, unless it is a call: calls
         are whole."""
         segments = self._segments.all
-        self._ids += [
-            f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}" for segment in segments[len(self._ids) :]
-        ]
+        self._ids += [_id_of(segment) for segment in segments[len(self._ids) :]]
         return [
             self._item(
                 segment, last if segment is segments[-1] and segment.kind != "call" else "completed"
@@ -272,6 +269,12 @@ class ResponseEvents(NamedEvents):
             "param": body["param"],
             "sequence_number": 0,
         }
+
+
+def _id_of(segment: Segment) -> str:
+    """A new id for an item of the output."""
+    prefix = "ctc" if segment.is_custom else _PREFIX[segment.kind]
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _final(response: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from toolkit_lm.errors import RequestError
 
@@ -27,15 +27,24 @@ from toolkit_lm_server.errors import (
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import ChoicePiece, are_large
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.pages import After, InOrder, Limit, page_of
 from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
-from toolkit_lm_server.responses.items import messages_of
+from toolkit_lm_server.responses.items import items_of, listed, messages_of
 from toolkit_lm_server.responses.output import Output, ResponseEvents
-from toolkit_lm_server.responses.schemas import DeletedResponse, ResponseEvent, ResponseObject
-from toolkit_lm_server.responses.store import ResponseStore
+from toolkit_lm_server.responses.replay import replayed
+from toolkit_lm_server.responses.schemas import (
+    DeletedResponse,
+    InputItems,
+    ResponseEvent,
+    ResponseObject,
+)
+from toolkit_lm_server.responses.store import ResponseStore, Turns
 from toolkit_lm_server.route import caller_of, request_context, with_body
 
 _PATH = "/v1/responses"
+_STREAM = "The answer is the events of the response, once it is made."
+_AFTER = "The number of the last event that the client has: a stream begins with the next one."
 _STORE_HINT = ". Leave it out, or ask the operator to keep them (max_stored_responses)."
 
 
@@ -52,7 +61,9 @@ class Responses:
         """Answers an input: a text, or the items of a conversation."""
         owner = caller_of(request).client
         own = body.own_messages()
-        earlier = self._earlier(body.previous_response_id, owner)
+        turns = self._earlier(body.previous_response_id, owner)
+        earlier = [message for turn in turns for message in messages_of(turn)]
+        turns.append(items_of(body.input))
         keeps = self._keeps(body)
 
         async def begin() -> ChatAnswer:
@@ -67,8 +78,7 @@ class Responses:
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
-                messages = messages_of(response["output"]) if response["output"] else []
-                self._store.add(response, [*earlier, *own, *messages], owner)
+                self._store.add(response, turns, owner)
 
         def whole(choices: list[ChoicePiece]) -> dict[str, Any]:
             response = output.whole(choices)
@@ -125,12 +135,48 @@ class Responses:
             )
             raise RequestError(f"{message}{_STORE_HINT}", "background")
 
-    async def get(self, response_id: str, request: Request) -> Response:
-        """A response that is kept."""
-        found = self._store.response(response_id, caller_of(request).client)
-        if found is None:
+    async def get(
+        self,
+        response_id: str,
+        request: Request,
+        stream: Annotated[bool, Query(description=_STREAM)] = False,
+        starting_after: Annotated[int | None, Query(ge=0, description=_AFTER)] = None,
+    ) -> Response:
+        """A response that is kept, or its events."""
+        if starting_after is not None and not stream:
+            message = "starting_after is allowed only when stream is true."
+            raise ApiError(400, message, param="starting_after")
+        owner = caller_of(request).client
+        found = self._found(response_id, owner)
+        if not stream:
+            return Response(found, media_type="application/json")
+        first = 0 if starting_after is None else starting_after + 1
+
+        async def begin() -> _Replay:
+            await self._background.wait(response_id)
+            return _Replay(msgspec.json.decode(self._found(response_id, owner)))
+
+        return await stream_of(begin(), lambda replay: replay.events(first), ResponseEvents)
+
+    def _found(self, name: str, owner: str) -> bytes:
+        if (found := self._store.response(name, owner)) is None:
+            raise _unknown(name, "response_id")
+        return found
+
+    async def input_items(
+        self,
+        response_id: str,
+        request: Request,
+        limit: Limit = 20,
+        after: After = None,
+        order: InOrder = "desc",
+    ) -> Response:
+        """The items that a response was made of: its request's, and those before them."""
+        turns = self._store.turns(response_id, caller_of(request).client)
+        if turns is None:
             raise _unknown(response_id, "response_id")
-        return Response(found, media_type="application/json")
+        items = [listed(item) for turn in turns for item in turn]
+        return await answer(lambda: page_of(items, limit, after, order))
 
     async def delete(self, response_id: str, request: Request) -> dict[str, Any]:
         """Forgets a response. What is made in the background ends."""
@@ -156,8 +202,8 @@ class Responses:
         )
         raise ApiError(400, message, param="response_id")
 
-    def _earlier(self, name: str | None, owner: str) -> list[dict[str, Any]]:
-        """The conversation that the request continues. Raises ApiError."""
+    def _earlier(self, name: str | None, owner: str) -> Turns:
+        """The turns of the conversation that the request continues. Raises ApiError."""
         if name is None:
             return []
         if not self._store.is_on:
@@ -166,7 +212,9 @@ class Responses:
                 "as input, or ask the operator to keep them (max_stored_responses)."
             )
             raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
-        if (messages := self._store.messages(name, owner)) is None:
+        turns = self._store.turns(name, owner)
+        found = self._store.response(name, owner)
+        if turns is None or found is None:
             raise _unknown(name, "previous_response_id", 400)
         if name in self._background:
             message = (
@@ -174,7 +222,22 @@ class Responses:
                 "it is completed."
             )
             raise ApiError(400, message, param="previous_response_id")
-        return messages
+        output = msgspec.json.decode(found)["output"]
+        return [*turns, output] if output else turns
+
+
+class _Replay:
+    """A response that is made already, as the source of a stream."""
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self._response = response
+
+    async def events(self, first: int) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The events from the number `first` on."""
+        yield replayed(self._response)[first:]
+
+    async def aclose(self) -> None:
+        """Has no effect: nothing is under way."""
 
 
 def _unknown(name: str, param: str, status: int = 404) -> ApiError:
@@ -213,20 +276,19 @@ def add_responses(
         responses=schemas,
     )
     if store.is_on:
-        path = f"{_PATH}/{{response_id}}"
-        unknown = described(404)
+        _add_kept(router, responses)
+
+
+def _add_kept(router: APIRouter, responses: Responses) -> None:
+    """Adds the routes of kept responses."""
+    path = f"{_PATH}/{{response_id}}"
+    unknown = described(404)
+    for method, suffix, handler, found in (
+        ("GET", "", responses.get, streams(ResponseObject, ResponseEvent) | unknown),
+        ("DELETE", "", responses.delete, answers(DeletedResponse) | unknown),
+        ("GET", "/input_items", responses.input_items, answers(InputItems) | unknown),
+        ("POST", "/cancel", responses.cancel, answers(ResponseObject) | described(400, 404)),
+    ):
         router.add_api_route(
-            path, responses.get, response_model=None, responses=answers(ResponseObject) | unknown
-        )
-        schemas = answers(DeletedResponse) | unknown
-        ended = answers(ResponseObject) | described(400, 404)
-        router.add_api_route(
-            f"{path}/cancel",
-            responses.cancel,
-            methods=["POST"],
-            response_model=None,
-            responses=ended,
-        )
-        router.add_api_route(
-            path, responses.delete, methods=["DELETE"], response_model=None, responses=schemas
+            f"{path}{suffix}", handler, methods=[method], response_model=None, responses=found
         )

@@ -12,13 +12,17 @@ _MOST_BYTES = 2**28
 """Most bytes of all that is kept."""
 
 
+Turns = list[list[dict[str, Any]]]
+"""Items of a conversation, by turn: the input of a request, or the output of a response."""
+
+
 class _Kept(NamedTuple):
-    messages: bytes
+    turns: bytes
     response: bytes
 
     @property
     def size(self) -> int:
-        return len(self.messages) + len(self.response)
+        return len(self.turns) + len(self.response)
 
 
 class ResponseStore:
@@ -42,10 +46,10 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._most > 0
 
-    def add(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
-        """Keeps a response, in place of one with the same id. `messages`: the conversation, without
-        instructions and with the answer."""
-        kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(response))
+    def add(self, response: dict[str, Any], turns: Turns, owner: str) -> None:
+        """Keeps a response, in place of one with the same id. `turns`: the conversation before the
+        response, without instructions."""
+        kept = _Kept(msgspec.json.encode(turns), msgspec.json.encode(response))
         with self._lock:
             if self._find(response["id"], owner) is not None:
                 self._drop(owner, response["id"])
@@ -64,10 +68,10 @@ class ResponseStore:
         if not kept:
             del self._kept[owner], self._sizes[owner]
 
-    def messages(self, name: str, owner: str) -> list[dict[str, Any]] | None:
-        """The conversation up to a response. None where the owner has no such response."""
+    def turns(self, name: str, owner: str) -> Turns | None:
+        """The conversation before a response. None where the owner has no such response."""
         kept = self._find(name, owner)
-        return None if kept is None else msgspec.json.decode(kept.messages)
+        return None if kept is None else msgspec.json.decode(kept.turns)
 
     def response(self, name: str, owner: str) -> bytes | None:
         """A response in JSON. None where the owner has no such response."""
