@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from importlib.metadata import version
 
-from toolkit_lm import __version__
+import pytest
+from toolkit_lm import LLM, VllmConfig, __version__
 from toolkit_lm.events import WAITS
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_devkit import write_checkpoint
 
 
@@ -218,14 +221,46 @@ def test_explain_tells_of_several_engines(toolkit, checkpoint):
     assert found["config"]["parallel"]["data_parallel_size"] == 3
 
 
-def test_explain_names_the_drafters(toolkit, checkpoint):
+def test_explain_names_the_drafters(toolkit, checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "drafters" not in toolkit("explain", checkpoint).out
     chain = ("explain", checkpoint, "--drafter", "ngram,suffix")
     options = ("--plugin-option", "drafters.prompt_lookup_max=3")
     shown = " ".join(toolkit(*chain, *options).out.split())
-    assert "(plugin 'drafters', prompt_lookup_max 3) suffix: toolkit_lm_drafters.suffix" in shown
+    assert (
+        "(plugin 'drafters', prompt_lookup_max 3) a draft's time is not known: no start on this "
+        "machine has kept it suffix: toolkit_lm_drafters.suffix"
+    ) in shown
     found = json.loads(toolkit(*chain, "--json").out)["drafters"]
     assert [drafter["name"] for drafter in found] == ["ngram", "suffix"]
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+def test_explain_tells_what_a_drafter_costs(monkeypatch, tmp_path, drafter):
+    """Its weights, and its time if a start has kept what it measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warm_up = importlib.import_module("toolkit_lm.runner.warm_up")
+    monkeypatch.setattr(warm_up, "_KEPT", -1.0)
+    monkeypatch.setattr(warm_up, "_MEASURING", 1e9)
+    monkeypatch.setattr(warm_up, "product", lambda *_: [(-1, 1), (0, 1)])
+    monkeypatch.setattr(
+        warm_up, "_seconds_of_decode", lambda runner, rows, drafts: 0.002 if drafts else 0.003
+    )
+    model = {"draft_model": "tiny-draft", "eagle": "tiny-eagle"}[drafter]
+    options = {"drafter": drafter, "plugin_option": [f"drafters.model={model}"], "kernels": "torch"}
+    config = VllmConfig.make(model="tiny", max_model_len=64, **options)
+    [found] = explain(config).drafters
+    unknown = "a draft's time is not known: no start on this machine has kept it"
+    assert found.costs[1:] == [unknown]
+    with LLM("tiny", max_model_len=64, **options) as llm:
+        part = llm.engine.client.core.executor.runner.parts.by_name["drafter"]
+        weights = list(part._drafters[drafter].network.parameters())
+    size = sum(weight.nbytes for weight in weights) / 2**20
+    assert explain(config).drafters[0].costs == [
+        f"{sum(weight.numel() for weight in weights):,} parameters of its own, {size:.1f} MiB; "
+        f"{len(part.layers())} {'layer' if drafter == 'eagle' else 'layers'} with a KV cache",
+        "a draft takes, by rows of the step: 1.00 ms beside 2.00 for 1",
+    ]
 
 
 def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):

@@ -6,6 +6,7 @@ import sys
 
 import psutil
 import pytest
+from processes import is_alive
 from toolkit_lm_cli import early
 from toolkit_lm_cli.early import early_process, engine_process
 
@@ -86,7 +87,7 @@ def test_a_wrong_option_leaves_no_process():
     )
     assert done.returncode == 2 and "--block-size" in done.stderr
     pid, folder = done.stdout.split()
-    assert not psutil.pid_exists(int(pid)) and not os.path.exists(folder)
+    assert not is_alive(int(pid)) and not os.path.exists(folder)
 
 
 def test_the_server_uses_it():

@@ -79,6 +79,8 @@ def table_of(found: Explanation) -> Table:
     )
     if found.drafters:
         table.add_row("drafters", "\n".join(map(_drafter, found.drafters)))
+    for name, lines in found.of_plugins.items():
+        table.add_row(name, "\n".join(lines))
     for shown in _attention(found.layers):
         table.add_row("attention", shown)
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
@@ -96,7 +98,8 @@ def table_of(found: Explanation) -> Table:
 
 def _drafter(drafter: DrafterChoice) -> str:
     options = "".join(f", {name} {value}" for name, value in drafter.options.items())
-    return f"{drafter.name}: {drafter.target} (plugin {drafter.plugin!r}{options})"
+    first = f"{drafter.name}: {drafter.target} (plugin {drafter.plugin!r}{options})"
+    return "\n  ".join([first, *drafter.costs])
 
 
 def _weights(kind: WeightKind) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.events import WAITS, Wait
-from toolkit_lm.model import select_kernels
+from toolkit_lm.model import construct, select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import (
     NoEffect,
@@ -20,10 +21,11 @@ from toolkit_lm.resolution import (
     resolve_device,
     without_effect,
 )
-from toolkit_lm.runner import graph_supports
+from toolkit_lm.runner import graph_supports, load_model_class
 
 from toolkit_lm_cli.shares import Held, RankShare, WeightKind, hold, kv_capacity
 
+HOOK = "toolkit_explain"
 UNTRIED_ON_GPUS = "flashinfer, xformers and NCCL have run on no GPU yet, all others on one H100"
 
 
@@ -47,6 +49,8 @@ class DrafterChoice:
     plugin: str
     options: dict[str, Any]
     """The plugin's options that were given."""
+    costs: list[str]
+    """What it holds and costs, a line each, as the drafter says it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Explanation:
     None: the model has none."""
     kv_refusal: str | None
     """Why it would be refused."""
+    of_plugins: dict[str, list[str]]
+    """Lines of the hook `toolkit_explain`, by their row's name."""
     without_effect: list[NoEffect]
     """Options that were given and do nothing, with the reasons."""
     waits: dict[Wait, str]
@@ -144,23 +150,48 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         sampling_defaults=resolved.sampling_defaults,
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
+        of_plugins=_of_plugins(resolved, plugins, held),
         without_effect=without_effect(config, resolved, plugins),
         waits=waits_of(resolved, plugins),
         untried=UNTRIED_ON_GPUS if resolved.device.device.startswith("cuda") else None,
     )
 
 
+def _of_plugins(config: VllmConfig, plugins: Plugins, held: Held) -> dict[str, list[str]]:
+    """Rows that the hook `toolkit_explain` gives. Raises PluginError."""
+    rows: dict[str, list[str]] = {}
+    for info, call in plugins.implementations(HOOK):
+        with info.boundary(HOOK):
+            found = call(config=config, models=held.models, options=plugins.options(info.name))
+            for name, lines in (found or {}).items():
+                rows.setdefault(name, []).extend(lines)
+    return rows
+
+
 def _drafters(config: VllmConfig, plugins: Plugins) -> list[DrafterChoice]:
-    entries = [plugins.drafters.get(name) for name in config.scheduler.drafter or ()]
-    return [
-        DrafterChoice(
-            entry.key,
-            entry.target,
-            entry.plugin,
-            config.plugins.plugin_option.get(entry.plugin, {}),
-        )
-        for entry in entries
-    ]
+    names = config.scheduler.drafter or ()
+    if not names:
+        return []
+    # Drafters are on the last pipeline stage.
+    own = config.with_rank(config.parallel.num_ranks - 1)
+    found = []
+    with plugins.boundary:
+        model_class = load_model_class(config, plugins)
+        model = construct(model_class, own, torch.device("meta"), plugins)
+        for name in names:
+            entry = plugins.drafters.get(name)
+            found.append(
+                DrafterChoice(
+                    entry.key,
+                    entry.target,
+                    entry.plugin,
+                    config.plugins.plugin_option.get(entry.plugin, {}),
+                    plugins.drafters.load(name).describe(
+                        model, own, plugins=plugins, options=plugins.options(entry.plugin)
+                    ),
+                )
+            )
+    return found
 
 
 def waits_of(config: VllmConfig, plugins: Plugins) -> dict[Wait, str]:

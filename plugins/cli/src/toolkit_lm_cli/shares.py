@@ -72,6 +72,8 @@ class WeightKind:
 class Held:
     """Shares of all ranks."""
 
+    models: list[Model] = field(default_factory=list)
+    """Each rank's model, on the device "meta"."""
     ranks: list[RankShare] = field(default_factory=list)
     weights: dict[str, WeightKind] = field(default_factory=dict)
     """By kind."""
@@ -101,6 +103,7 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         own = config.with_rank(rank)
         with plugins.boundary:
             model = construct(model_class, own, torch.device("meta"), plugins)
+        held.models.append(model)
         layers = cache_layers(model)
         held.selections |= select_backends(
             layers,
