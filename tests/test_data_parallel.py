@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import wait_until_gone
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError, ToolkitError
 from toolkit_lm.events import LoadEvent, RequestEvent
@@ -442,5 +443,5 @@ def test_all_engines_end_with_their_front_and_serve_no_fork_of_it():
         assert "cannot be used in its child" in front.stdout.readline()
         engines = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
         front.kill()
-        _, alive = psutil.wait_procs(engines, 30)
-    assert len(engines) == 2 and not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        assert len(engines) == 2
+        wait_until_gone(*engines)

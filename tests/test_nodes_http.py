@@ -180,7 +180,7 @@ def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_
     node = worker(master)
     server.wait_ready()
     assert said(server) == alone.outputs[0].text
-    assert server.figures()["engine_restarts"] == 1
+    assert server.figures()["engine_restarts_total"] == 1
 
     rank = node.rank()
     error = broken_off(server, rank.kill)

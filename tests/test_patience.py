@@ -8,10 +8,15 @@ to take its time, the clock starts before what it counts from: the server's begi
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import living, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core/tests", "libs/*/tests", "plugins/*/tests", "contrib_*/*/tests", "tests")
@@ -136,3 +141,38 @@ def test_a_late_start_is_found(least):
         assert list(late_starts("\n".join(["def test():", *first, asserted]))) == found
     bound = "    assert time.monotonic() - start < 8"
     assert list(late_starts("\n".join(["def test():", *lines[::-1], bound]))) == []
+
+
+def looks_at_processes(source: str) -> Iterator[int]:
+    """Lines that ask psutil whether a process lives: it may end between two questions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("STATUS_ZOMBIE", "pid_exists"):
+            yield node.lineno
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_error():
+    found = {
+        file.relative_to(ROOT): list(looks_at_processes(file.read_text()))
+        for file in FILES
+        if file != ROOT / "tests/processes.py"
+    }
+    assert {str(file): lines for file, lines in found.items() if lines} == {}, (
+        "use is_alive, living or wait_until_gone of tests/processes.py"
+    )
+
+
+def test_a_look_at_a_process_is_found():
+    line = "psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE"
+    assert list(looks_at_processes(line)) == [1, 1]
+
+
+def test_a_process_that_has_ended_is_not_alive():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        seen = psutil.Process(process.pid)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert living([seen, process.pid, os.getpid()]) == [os.getpid()]
+    # It is gone.
+    assert living([seen, process.pid]) == []
+    wait_until_gone(seen, process.pid)
+    with pytest.raises(AssertionError, match=f"alive still: .{os.getpid()}"):
+        wait_until_gone(os.getpid(), seconds=0)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
+from processes import wait_until_gone
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
@@ -162,17 +163,6 @@ def sockets(tmp_path, monkeypatch):
     left = os.listdir(folder)
     shutil.rmtree(folder)
     assert left == []
-
-
-def wait_until_gone(*pids: int, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while alive := [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]:
-        assert time.monotonic() < end, f"alive still: {alive}"
-        time.sleep(0.02)
 
 
 async def until(holds) -> None:
@@ -443,8 +433,7 @@ class TestKills:
                 time.sleep(0.02)
             assert mark.exists()
             front.kill()
-            _, alive = psutil.wait_procs([psutil.Process(pid)], 30)
-            assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+            wait_until_gone(pid)
         end = time.monotonic() + 30
         while os.listdir(tmp_path / "tmp") and time.monotonic() < end:
             time.sleep(0.02)
