@@ -44,9 +44,22 @@ def listeners(roots: list[psutil.Process]) -> list[Listener]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """Names by which others could map memory of this user's."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid()}
+def shared_memory(roots: list[psutil.Process]) -> set[str]:
+    """Names by which others could map memory that the processes or their descendants have open or
+    mapped. Names that other programs have meanwhile are none of theirs."""
+    found = set()
+    for process in {one for root in roots for one in (root, *root.children(recursive=True))}:
+        folder = Path(f"/proc/{process.pid}")
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= {line.partition("/dev/shm/")[2] for line in _lines(folder / "maps")}
+            for descriptor in (folder / "fd").iterdir():
+                with suppress(FileNotFoundError):
+                    found.add(os.readlink(descriptor).partition("/dev/shm/")[2])
+    return {name for name in found if name and not name.endswith(" (deleted)")}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
 
 
 def _network(process: psutil.Process) -> list[tuple[str, str, str]]:

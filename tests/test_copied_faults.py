@@ -20,20 +20,21 @@ NAMES_ONLY = (
 """Distributions that have a peer's names and shapes, or run the peer itself."""
 SHAPES = {
     "core": "config/vllm.py renderer/answer.py",
-    "models": "toolkit_lm_audio/rules.py toolkit_lm_encdec/rules.py "
+    "models": "toolkit_lm_audio/rules.py toolkit_lm_decoder/glm.py toolkit_lm_encdec/rules.py "
     "toolkit_lm_vision/qwen2_vl.py toolkit_lm_vision/qwen2_vl_rules.py "
     "toolkit_lm_whisper/formats.py toolkit_lm_whisper/timestamps.py",
     "plugins": (
+        "toolkit_lm_batches/records.py toolkit_lm_lora/__init__.py "
         "toolkit_lm_structured_output/params.py "
         "toolkit_lm_sentence_transformers/late_interaction.py "
         "toolkit_lm_transcription/routes.py"
     ),
     "renderers": (
-        "audio_processor.py chat_template.py forms.py joining.py sampling.py tokens.py "
-        "video_processor.py"
+        "audio_processor.py chat_template.py forms.py glm_sampling.py joining.py sampling.py "
+        "tokens.py video_processor.py"
     ),
     "server": (
-        "answer_reading.py app.py chat.py errors.py infill.py pooled.py protocol.py "
+        "answer_reading.py app.py chat.py errors.py infill.py pages.py pooled.py protocol.py "
         "responses/__init__.py route.py tokens.py"
     ),
 }

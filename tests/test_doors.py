@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from faulty_server import FLAGS, PROGRAM, Server, wait_for
 from listening import Listener, listeners, shared_memory
+from processes import wait_until_gone
 
 DOCS = Path(__file__).parents[1] / "docs"
 KEY = "a secret of the two nodes"
@@ -131,11 +133,20 @@ AT_NIGHT = ("engine process", "pipeline parallel")
     ],
 )
 def test_a_server(serve, topology):
-    before = shared_memory()
     server = serve(*ALONE[topology])
     answers(server)
     check(topology, of(server.process))
-    assert shared_memory() - before == set()
+    assert shared_memory([psutil.Process(server.process.pid)]) == set()
+
+
+def test_shared_memory_with_a_name_is_found():
+    memory = SharedMemory(create=True, size=1)
+    try:
+        assert memory.name in shared_memory([psutil.Process()])
+    finally:
+        memory.close()
+        memory.unlink()
+    assert memory.name not in shared_memory([psutil.Process()])
 
 
 @pytest.mark.slow
@@ -183,7 +194,6 @@ def test_ray(serve):
     """A local cluster is reached by nobody on the network, and all of it ends with the server,
     whatever ends that."""
     pytest.importorskip("ray")
-    before = shared_memory()
     folders = set(Path("/tmp").glob("ray-*"))
     server = serve(
         "--executor",
@@ -196,12 +206,11 @@ def test_ray(serve):
     wait_for(lambda: server.status() == 200 or server.process.poll() is not None, 200)
     answers(server)
     check("Ray", of(server.process))
-    assert shared_memory() - before == set()
+    assert shared_memory([psutil.Process(server.process.pid)]) == set()
     processes = psutil.Process(server.process.pid).children(recursive=True)
     server.process.kill()
     server.process.wait(30)
-    _, alive = psutil.wait_procs(processes, 30)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    wait_until_gone(*processes)
     wait_for(
         lambda: (
             set(Path("/tmp").glob("ray-*")) <= folders

@@ -54,6 +54,13 @@ class Extending(Oracle):
         return []
 
 
+class Long(Oracle):
+    """Drafts more than any step may verify, and than the sequence may become."""
+
+    def propose(self, token_ids: np.ndarray) -> list[int]:
+        return (super().propose(token_ids) + [98] * 600)[:600]
+
+
 class Boastful(Drafter):
     """Drafts what never comes, and says that it is certain."""
 
@@ -102,7 +109,7 @@ class Second(Buffered):
 
 @hookimpl
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
-    kinds = (Oracle, Short, Extending, Boastful, Late, Misstated, Foreign, Buffered, Second)
+    kinds = (Oracle, Short, Extending, Long, Boastful, Late, Misstated, Foreign, Buffered, Second)
     for kind in kinds:
         drafters.add(kind.__name__, f"{__name__}:{kind.__name__}")
 
@@ -173,6 +180,20 @@ def test_a_short_draft_is_extended(folder, plain):
     assert all(accepted == drafted for drafted, accepted in steps.drafts)
     _, short, _ = run(folder, "Short")
     assert short.count == 1 + 32 // 2
+
+
+def test_drafts_that_are_too_long_are_cut(folder, plain):
+    """To the step's budget, to what the request may still get, and to what it asks for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        texts, steps, _ = run(folder, "Long", max_num_batched_tokens=16, max_num_seqs=3)
+        assert texts == plain[0]
+        assert all(accepted >= min(4, drafted) for drafted, accepted in steps.drafts)
+        assert 4 < max(drafted for drafted, _ in steps.drafts) <= 15
+        two = GREEDY.replace(extra_args={"max_draft_tokens": 2})
+        texts, steps, _ = run(folder, "Long", two)
+        assert texts == plain[0]
+        assert {drafted for drafted, _ in steps.drafts} <= {1, 2}
 
 
 @pytest.mark.parametrize(

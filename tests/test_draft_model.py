@@ -131,10 +131,10 @@ def test_it_is_right_after_a_preemption_too(folders, options):
     """The draft's KV comes back with the request: without, the drafts after it would be others."""
     given = params(temperature=1, seed=7, max_tokens=40)
     plain, _ = run(folders[0], None, given)
-    drafted, steps = run(folders[0], folders[0], given, num_kv_blocks=70, **options)
+    drafted, steps = run(folders[0], folders[0], given, num_kv_blocks=40, **options)
     assert steps.preempted
     assert drafted == plain
-    _, others = run(folders[0], None, given, num_kv_blocks=70, **options)
+    _, others = run(folders[0], None, given, num_kv_blocks=40, **options)
     assert steps.count < others.count / 2, f"{steps.count} steps of {others.count}"
 
 

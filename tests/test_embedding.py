@@ -20,6 +20,7 @@ from types import FunctionType
 import psutil
 import pytest
 import torch
+from processes import wait_until_gone
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.frontend import LLMEngine
 
@@ -69,10 +70,6 @@ async def ask(llm, params=GREEDY):
     return last.outputs[0].token_ids
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def run_script(text: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-"],
@@ -90,10 +87,7 @@ class TestWherever:
         assert done.returncode == 0, done.stderr
         length, pid = done.stdout.split()
         assert length == "8" and done.stderr == ""
-        end = time.monotonic() + 30
-        while is_alive(int(pid)):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until_gone(int(pid))
 
     def test_a_script_that_leaves_in_the_middle(self):
         """Without a process of its own, too, the interpreter's exit neither hangs nor crashes."""
@@ -331,7 +325,4 @@ class TestEnds:
 
         pid = asyncio.run(body())
         gc.collect()
-        end = time.monotonic() + 30
-        while is_alive(pid):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until_gone(pid)

@@ -579,7 +579,8 @@ class TestBadStart:
         with pytest.raises(ConfigError, match="but the checkpoint has 256 positions"):
             LLM(folder, max_model_len=300)
         with pytest.raises(
-            UnsupportedError, match=r"tensor_parallel_size 2 .*Supported: mp, ray\."
+            UnsupportedError,
+            match=r"tensor_parallel_size 2 .*Supported: mp, external_launcher, ray\.",
         ):
             LLM(folder, tensor_parallel_size=2, executor="in_process")
 

@@ -199,6 +199,6 @@ def test_in_process_is_refused_for_two_ranks(make_llama):
         UnsupportedError,
         match=r"'in_process' cannot run tensor_parallel_size 2 .*: 2 workers are needed, "
         r"and it supports at most 1\. "
-        r"Supported: mp, ray, threads\.",
+        r"Supported: mp, external_launcher, ray, threads\.",
     ):
         threads(folder, 2, 1, executor="in_process")

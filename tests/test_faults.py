@@ -334,7 +334,7 @@ def test_a_dead_engine_is_started_anew(serve):
     assert "retry-after" in early.headers
     server.wait_ready()
     assert good(server, 3) == expected
-    assert server.figures()["engine_restarts"] == 1
+    assert server.figures()["engine_restarts_total"] == 1
     server.post({"prompt": [DIES, DIES], "max_tokens": 2})
     assert server.end()[0] == 1
 
@@ -351,7 +351,7 @@ def test_an_engine_is_started_anew_when_one_of_its_ranks_is_killed(serve):
     os.kill(ranks[0], signal.SIGKILL)
     wait_for(lambda: server.status() == 503, 30)
     assert "the worker of rank 1" in server.log.read_text()
-    wait_for(lambda: server.status() == 200 and server.figures()["engine_restarts"] == 1, 60)
+    wait_for(lambda: server.status() == 200 and server.figures()["engine_restarts_total"] == 1, 60)
     assert good(server, 3) == expected
 
 

@@ -49,6 +49,8 @@ NEEDED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "a"},
     "/infill": {"input_prefix": "a"},
+    "/completion": {"prompt": "a"},
+    "/generate": {"text": "a"},
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [], "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": []},
@@ -213,6 +215,7 @@ VALUES = {
     "include_stop_str_in_output": (True, False),
     "use_activation": (False, True),
     "normalize": (False, True),
+    "timings": (True, False),
 }
 """Two of each kind; others have whole numbers."""
 
@@ -269,8 +272,7 @@ def test_a_name_of_what_a_route_does_not_have_is_refused(route):
 
 def test_what_is_inside_of_objects():
     cases = [
-        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity", None),
-        ("/v1/responses", {"text": {"verbosity": "medium"}}, None, None),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, None, None),
         ("/v1/responses", {"reasoning": {"summary": "detailed"}}, None, "reasoning.summary"),
         (
             "/v1/chat/completions",
@@ -400,17 +402,20 @@ SAMPLES = {
     "max_tokens": 9,
     "images": ["iVBORw0KGgo="],
     "adapters": [{"name": "x"}],
+    "lora": [{"id": 0, "scale": 0.5}],
+    "trace_decode_token_ids": [5],
+    "vllm_xargs": {"x": 1},
 }
 ON_SHAPE = {
     "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo "
-    "return_token_ids return_tokens_as_token_ids "
+    "return_token_ids return_tokens_as_token_ids timings service_tier verbosity "
     "stream_options truncation_side chat_template model",
     "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo "
-    "return_token_ids return_tokens_as_token_ids "
+    "return_token_ids return_tokens_as_token_ids timings "
     "stream_options truncation_side model",
     "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background "
     "enable_response_messages "
-    "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids "
+    "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids timings "
     "prompt_logprobs n best_of use_beam_search "
     "beam_width length_penalty early_stopping logprob_token_ids truncation_side",
     "/v1/messages": "tool_choice thinking",
@@ -457,6 +462,7 @@ def test_each_field_that_is_read_reaches_the_engine(route):
             "logprob_token_ids",
             "return_token_ids",
             "return_tokens_as_token_ids",
+            "timings",
             "n",
             "input_prefix",
         }
@@ -492,9 +498,10 @@ NEVER_ASKED = {
         "logprob_token_ids",
         "return_token_ids",
         "return_tokens_as_token_ids",
+        "timings",
     }
 }
-NEVER_ASKED["/v1/responses"] = {"prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"}
+NEVER_ASKED["/v1/responses"] = NEVER_ASKED["/infill"] - {"logprob_token_ids"}
 """Fields of all bodies with sampling parameters that a route refuses for the shape of its answers.
 The page does not list them."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import is_alive
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -140,7 +141,7 @@ def test_time_that_is_over_leaves_what_was_found_and_says_what_has_not_run(tmp_p
     assert driver.exit_code == 1
     assert re.match(r"its time was over, at <string>:\d+ <module>$", lines[1]["why"])
     assert "most recent call first" in lines[1]["traceback"]
-    assert not running(lines[0]["child"]), "what a process has started ends with it"
+    assert not is_alive(lines[0]["child"]), "what a process has started ends with it"
     driver, lines = drive(tmp_path, job("late", ""), seconds=1.0)
     assert lines[-1]["outcome"] == "unrun" and driver.exit_code == 1
 
@@ -159,13 +160,6 @@ def test_a_job_may_take_an_equal_share_of_what_is_left_to_those_that_run(tmp_pat
         seconds=60.0,
     )
     assert limits == [20, 30, 60], "each took no time, and the third has none"
-
-
-def running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 FLOOD = SPEAKER + (

@@ -70,6 +70,6 @@ def test_memory_that_is_copied_late_is_only_where_somebody_waits() -> None:
     pinning = {
         str(path.relative_to(ROOT))
         for path in files
-        if re.search(r"pin_memory|cudaHostAlloc", path.read_text())
+        if re.search(r"\bpin_memory|cudaHostAlloc", path.read_text())
     }
     assert pinning == {f"core/src/toolkit_lm/{name}.py" for name in ("runner/batch", "kv/cache")}

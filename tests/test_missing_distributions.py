@@ -28,6 +28,7 @@ BRING_NOTHING = {
     "toolkit-lm-rotary",
     "toolkit-lm-opentelemetry",
     "toolkit-lm-vendor-apis",
+    "toolkit-lm-batches",
 }
 """Distributions that nobody can miss by a name: others depend on them, they watch, or bring
 routes."""

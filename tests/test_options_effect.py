@@ -28,6 +28,7 @@ ALWAYS = {
         "model",
         "served_model_name",
         "dtype",
+        "hf_overrides",
         "max_model_len",
         "trust_remote_code",
         "runner",
@@ -89,6 +90,10 @@ TOLD = {
         {"verify_fallback": False, "model_impl": "transformers"},
     ),
     "generation_config": ({"generation_config": "none", **POOLS}, {"generation_config": "none"}),
+    "override_generation_config": (
+        {"override_generation_config": {"top_p": 0.5}, **POOLS},
+        {"override_generation_config": {"top_p": 0.5}},
+    ),
     "seed": ({"seed": 1, **POOLS}, {"seed": 1}),
     "quantization_skip": (
         {"quantization_skip": ["lm_head"]},
@@ -165,6 +170,10 @@ TOLD = {
     ),
     "max_n": ({"max_n": 3, **POOLS}, {"max_n": 3}),
     "max_logprobs": ({"max_logprobs": 3, **POOLS}, {"max_logprobs": 3}),
+    "logprobs_mode": (
+        {"logprobs_mode": "raw_logits", **POOLS},
+        {"logprobs_mode": "raw_logits"},
+    ),
     "compilation_config": ({"compilation_config": {"compile_sizes": [4]}}, None),
 }
 """Options with which each does nothing, and with which it does something, where that is here."""

@@ -18,6 +18,7 @@ SOURCES = Path(__file__).parent / "plugins"
 SHIPPED = [
     "anthropic",
     "audio",
+    "batches",
     "bench",
     "cli",
     "cohere",
@@ -38,6 +39,7 @@ SHIPPED = [
     "flex",
     "gguf",
     "hybrid",
+    "llama_cpp",
     "llguidance",
     "loaders",
     "lora",
@@ -53,11 +55,14 @@ SHIPPED = [
     "renderer_mistral",
     "renderer_remote",
     "reward",
+    "rl",
     "sampling_extra",
     "sdpa",
     "sentence_transformers",
+    "sglang",
     "server",
     "structured_output",
+    "tei",
     "tiny",
     "transcription",
     "transformers",
@@ -203,6 +208,7 @@ def test_an_executor_of_a_third_party(toolkit, tmp_path):
     assert json.loads(done.stdout)["executors"] == [
         ["in_process", "2 workers are needed, and it supports at most 1"],
         ["mp", None],
+        ["external_launcher", None],
         ["ray", None],
         ["threads", None],
     ], done.stderr

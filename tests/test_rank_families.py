@@ -52,6 +52,8 @@ DECODERS = {
     "Phi3ForCausalLM": "window",
     "Gemma2ForCausalLM": "no soft caps",
     "Gemma3ForCausalLM": "two rotary embeddings",
+    "GlmForCausalLM": "biases",
+    "Glm4ForCausalLM": "biases",
     "GraniteForCausalLM": "biases, tied",
     "Olmo2ForCausalLM": "grouped",
     "OPTForCausalLM": "norms last, projected",

@@ -32,6 +32,8 @@ ON_LOGITS_ALONE = {
     "mirostat",
     "thinking_budget",
     "structured_outputs",
+    "trace_replay",
+    "vllm_processors",
 }
 
 

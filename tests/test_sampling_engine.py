@@ -165,6 +165,28 @@ def test_logprobs_of_named_tokens(llm, work):
             )
 
 
+@pytest.mark.parametrize("drafter", ["", "ngram"])
+def test_logprobs_mode(llama, work, drafter):
+    """Logits of transformers in the place of log probabilities, after the temperature for what is
+    drawn; of positions of drafts, too."""
+    folder, model = llama
+    prompt = work[2]
+    params = SamplingParams(
+        temperature=0.5, seed=1, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1
+    )
+    options = {"drafter": drafter} if drafter else {}
+    with LLM(str(folder), logprobs_mode="processed_logits", **TIGHT, **options) as llm:
+        (output,) = generate(llm, [prompt], params)
+    tokens = output.outputs[0].token_ids
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].float()
+    found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    for position, entries in enumerate(found):
+        expected = logits[position] / (1.0 if position < len(prompt) - 1 else 0.5)
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+
+
 def test_prompt_logprobs_stream_with_the_chunks(llm, work):
     llm.engine.add_request(
         "chunks", {"prompt_token_ids": work[2]}, SamplingParams(max_tokens=1, prompt_logprobs=0)

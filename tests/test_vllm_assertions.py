@@ -330,7 +330,7 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], Asked]]:
                     "served_model_name": name,
                 }
                 options |= {"convert": "embed"} if name in ("embedder", "matryoshka") else {}
-            metrics = Metrics(names="vllm")
+            metrics = Metrics()
             engine = AsyncLLM(VllmConfig.make(**SMALL, **options), plugins=[metrics])
             wanted = ServerOptions(
                 tokenizer_info=True, max_stored_responses=100, force_include_usage=name == "roomy"
@@ -2229,12 +2229,9 @@ def page() -> str:
         ),
         (
             "in tests/entrypoints, of chats, completions, tokenization, embeddings, ranks, "
-            "scores, classes, responses, errors and metrics"
+            "scores, classes, responses, errors and metrics."
         ),
-        (
-            "(with `--metrics-names vllm`). A test holds where all that it asserts does, the "
-            "words and types of errors among it."
-        ),
+        ("A test holds where all that it asserts does, the words and types of errors among it."),
         "",
         "| tests that do not depend on a model | how many | |",
         "| --- | --- | --- |",

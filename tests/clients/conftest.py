@@ -27,8 +27,8 @@ os.environ |= {
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """The URL of `toolkit serve`, in a process of its own."""
+def serving(*arguments: str, key: str | None = KEY) -> Iterator[str]:
+    """The URL of `toolkit serve`, in a process of its own. `key`: None for one without a key."""
     flags = [
         "--port",
         "0",
@@ -37,11 +37,10 @@ def serving(*arguments: str) -> Iterator[str]:
         "--max-num-seqs",
         "8",
         "--no-access-log",
-        "--api-key",
-        KEY,
         "--tool-call-parser",
         "hermes",
     ]
+    flags += [] if key is None else ["--api-key", key]
     flags += ["--dtype", "float32", "--tokenizer-info"]
     command = [
         PYTHON,

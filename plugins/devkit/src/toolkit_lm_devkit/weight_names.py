@@ -88,7 +88,7 @@ class WeightNames(Conformance):
         )
 
     def _renamed(self, model: Model, name: str) -> str:
-        for pattern, replacement in type(model).renames:
+        for pattern, replacement in model.renames:
             name = re.sub(pattern, replacement, name)
         return name
 

@@ -42,3 +42,4 @@ def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
         f"{home}:BGE_RERANKER_V2_GEMMA",
         architectures=("GemmaForCausalLM",),
     )
+    templates.add("pair", f"{home}:PAIR")

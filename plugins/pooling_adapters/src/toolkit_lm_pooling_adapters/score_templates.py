@@ -57,3 +57,6 @@ BGE_RERANKER_V2_GEMMA = ScoreTemplate(
 )
 """bge-reranker-v2-gemma (Chen et al. 2024), after its model card: a request's instruction takes the
 place of the question."""
+
+PAIR = ScoreTemplate(pieces=("{query}{document}",), add_special_tokens=True)
+"""The query and the document as one text: for callers that write the prompt themselves."""

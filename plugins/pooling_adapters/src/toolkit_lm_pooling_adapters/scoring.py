@@ -243,10 +243,11 @@ class TextScoring(Scoring):
     def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
         """Vectors of an output that are compared; None if it failed."""
         role = None if name is None else self._roles.get(name)
-        data = output.outputs.data
-        return (
-            data if data is None or role is None else data[role.compared(output.prompt_token_ids)]
-        )
+        if output.outputs.data is None:
+            return None
+        # A face may have made a tensor of it.
+        data = np.asarray(output.outputs.data)
+        return data if role is None else data[role.compared(output.prompt_token_ids)]
 
     def _score(
         self,
