@@ -35,6 +35,7 @@ from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_transcription.routes import TranscriptionForm, TranslationForm
 from toolkit_lm_vendor_apis.anthropic.body import CountBody, MessagesBody
 from toolkit_lm_vendor_apis.cohere.body import CohereChatBody
+from toolkit_lm_vendor_apis.llama_cpp.body import LlamaCompletionBody
 from toolkit_lm_vendor_apis.ollama.body import (
     EmbedBody,
     GenerateBody,
@@ -42,6 +43,7 @@ from toolkit_lm_vendor_apis.ollama.body import (
     OllamaChatBody,
     ShowBody,
 )
+from toolkit_lm_vendor_apis.sglang.body import SglangGenerateBody
 
 PAGE = Path(__file__).with_name("request_fields.md")
 BEGIN = "<!-- written by docs/generate_request_fields.py -->\n"
@@ -55,6 +57,8 @@ def bodies() -> dict[str, type[BaseModel]]:
         "/v1/chat/completions": body_of(ChatBody, processors, {}),
         "/v1/completions": body_of(CompletionBody, processors, {}),
         "/infill": body_of(InfillBody, processors, {}),
+        "/completion": body_of(LlamaCompletionBody, processors, {}),
+        "/generate": SglangGenerateBody,
         "/v1/responses": body_of(ResponsesBody, processors, {}),
         "/v1/messages": MessagesBody,
         "/v1/messages/count_tokens": CountBody,
