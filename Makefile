@@ -8,6 +8,7 @@ RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
 DOWNSTREAM := $(VENV)-downstream
 BENCHMARKS := $(VENV)-benchmarks
+TRAINERS := $(VENV)-trainers
 FLOOR := $(VENV)-floor
 RENTED := $(VENV)-rented
 NEWEST := $(VENV)-python313
@@ -30,7 +31,7 @@ QUIETLY := --quiet --disable-pip-version-check --no-compile
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -46,7 +47,7 @@ test: $(STAMP)
 ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(shell $(PYTHON312) -c '' 2>/dev/null && echo $(FLOOR)/.installed)
 test-all:
 	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
-	$(BESIDE) test-clients test-renderers test-floor test-downstream docs lint
+	$(BESIDE) test-clients test-renderers test-floor test-downstream test-trainers docs lint
 	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
@@ -72,6 +73,10 @@ test-clients: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
 test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
 	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
+
+# Trainers of other people's, which import vLLM: toolkit_lm_vllm stands in its place.
+test-trainers: $(TRAINERS)/.installed
+	OMP_NUM_THREADS=1 $(TRAINERS)/bin/python -m pytest -q -c tests/trainers/pytest.ini --rootdir tests/trainers --confcutdir tests/trainers tests/trainers
 
 # Core, and the plugins for GPUs on a CPU, with the oldest versions that the distributions allow. The scheduler's state
 # machines call nothing that has a version.
@@ -172,6 +177,12 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	@$(CLIENTS)/bin/pip install $(QUIETLY) -r requirements-clients.txt
 	@touch $@
 
+$(TRAINERS)/.installed: $(STAMP) requirements-trainers.txt
+	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
+	@$(call SEE_WORKSPACE,$(TRAINERS))
+	@$(TRAINERS)/bin/pip install $(QUIETLY) -r requirements-trainers.txt
+	@touch $@
+
 $(BENCHMARKS)/.installed: requirements-benchmarks.txt
 	@rm -rf $(BENCHMARKS) && $(PYTHON) -m venv $(BENCHMARKS)
 	@$(BENCHMARKS)/bin/pip install $(QUIETLY) -r requirements-benchmarks.txt
@@ -198,4 +209,4 @@ $(RENTED)/.installed: benchmarks/gpu_kit/there.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(FLOOR) $(NEWEST) $(RENTED) gpu-kit site dist build
+	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(TRAINERS) $(FLOOR) $(NEWEST) $(RENTED) gpu-kit site dist build

@@ -52,8 +52,9 @@ QUANTIZED_STEPS: list[tuple[str, Rows, tuple[int, int, int]]] = [
     *(
         (f"decode, {rows} row{'s' * (rows > 1)} of {keys:,} keys", [(1, keys)] * rows, (16, 8, 128))
         for rows in (1, 8)
-        for keys in (128, 2048, 8192)
+        for keys in (160, 512, 2048, 8192)
     ),
+    ("decode, 32 rows of 160 keys", [(1, 160)] * 32, (16, 8, 128)),
     ("the last 512 of 2,048", [(512, 2048)], (16, 8, 128)),
 ]
 CACHES = ("model", "int8", "fp8")

@@ -3,6 +3,7 @@ whether throughput is ever lost.
 
 usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLDER] [--quick]
                                         [--batches 1,4] [--drafters scripted] [--acceptances 0,1]
+                                        [--rounds 1] [--steps 100]
 
 - cost: the p50 of steps of R rows with 4 drafts each, over that of steps of 5 R rows without.
 - lose: output tokens per second of CPU time with a drafter over those without one. Two engines take
@@ -247,6 +248,8 @@ class Runner:
         """Runs some steps, to the end of those that were begun ahead. Returns whether rows are
         left."""
         before = self.length()
+        # The other engine's turn is no part of a step.
+        self.core.progress_time = time.monotonic()
         begun = time.perf_counter()
         computing = time.process_time()
         for _ in range(steps):
@@ -383,10 +386,13 @@ def main() -> None:
     parser.add_argument("--drafters", default="scripted,costly,ngram,suffix")
     parser.add_argument("--acceptances", default="0,0.3,0.6,0.9,1")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="of each cell; default: by the batch, 40 to 240")
     parser.add_argument("--quick", action="store_true", help="tiny alone, and few of all")
     args = parser.parse_args()
     only = args.only.split(",")
     batches = [int(size) for size in args.batches.split(",")]
+    if args.steps:
+        STEPS.update(dict.fromkeys(batches, args.steps))
     with tempfile.TemporaryDirectory() as folder:
         model = "tiny" if args.quick else str(args.model or make_llama_160m(Path(folder)))
         if "coupled" in only:

@@ -12,7 +12,9 @@ Predicted: at least 3 times the rate of transformers in both. Came, in one run e
 an Intel Xeon with AMX, whose two cores were busy with other work (rates differ by half from run to
 run): Bamba's shape 13.2 (decode, 525 against 40 tokens/s) and 3.9 (prefill, 1227 against 318),
 Qwen3-Next's 3.2 (87 against 28) and 2.3 (318 against 138), DeepSeek-V2-Lite's 6.6 (180 against 27)
-and 2.0 (277 against 140).
+and 2.0 (277 against 140). Of two runs each, as busy: Jamba's 4.2 (569 against 136) and 7.3 (1065
+against 146), Kimi Linear's 3.1 (88 against 28) and 14.0 (608 against 43), LFM3's 1.9 (292 against
+154) and 1.5 (1207 against 789), and Mamba-2's 4.8 in prefill (1211 against 250).
 """
 
 from __future__ import annotations
@@ -69,6 +71,41 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 128,
         },
     ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 16, "head_dim": 64, "n_groups": 1, "state_size": 128},
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 4,
+            "attn_layer_offset": 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "linear_num_heads": 8,
+            "linear_head_dim": 128,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+        },
+    ),
+    "lfm3": ("Lfm3ForCausalLM", {"head_dim": 64}),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
+    ),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"intermediate_size": 3072}),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         {

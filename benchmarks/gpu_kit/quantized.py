@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gpu_kit.report import MissedError, RefusedError, checking, die_with_the_kit
@@ -20,6 +21,9 @@ from gpu_kit.report import MissedError, RefusedError, checking, die_with_the_kit
 GROUP = 128
 ROWS = 1, 16, 64, 1024
 TUNED_ROWS = 1, 16, 64, 128
+EXPERTS = 16
+EXPERT_ROWS = 4, 64, 512
+"""Rows of all experts together."""
 BEST = 4
 """Sizes that are told, the fastest first."""
 ROUNDS = 20
@@ -32,6 +36,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "MXFP4": {"bits": 4, "groups": 32, "is_table": True},
     "float8 of outputs": {"is_float": True},
 }
+EXPERTS_OF = "MXFP4", "int4 of groups", "int8 of outputs"
 TUNED = "int4 of groups", "MXFP4", "int8 of groups"
 FAULT = 0.05
 """Most relative error of a product: rounding x to float8 makes the most of it."""
@@ -92,12 +97,24 @@ def microseconds(device: str, products: Sequence[Callable[[], Any]]) -> float:
     return round(1e6 * least / len(products), 1)
 
 
-def make_methods(name: str, device: str, size: int) -> tuple[list[Any], list[Any]]:
+def make_kernels(device: str) -> Any:
+    from toolkit_lm.model import Kernels
+
+    if device != "cuda":
+        return Kernels()
+    from toolkit_lm_triton.layers import TritonKernels
+
+    return TritonKernels()
+
+
+def make_methods(
+    name: str, device: str, size: int, count: int = COPIES
+) -> tuple[list[Any], list[Any]]:
     """Some weights of one kind, and their linear methods."""
     import torch
-    from toolkit_lm.model import Kernels, LinearSpec, Shard
+    from toolkit_lm.model import LinearSpec, Shard
 
-    weights = [make_weight(size, device, **WEIGHTS[name]) for _ in range(COPIES)]
+    weights = [make_weight(size, device, **WEIGHTS[name]) for _ in range(count)]
     spec = LinearSpec(
         kind="linear",
         prefix="layer",
@@ -105,11 +122,7 @@ def make_methods(name: str, device: str, size: int) -> tuple[list[Any], list[Any
         outputs=(Shard.whole(size),),
         dtype=torch.bfloat16,
     )
-    kernels = Kernels()
-    if device == "cuda":
-        from toolkit_lm_triton.layers import TritonKernels
-
-        kernels = TritonKernels()
+    kernels = make_kernels(device)
     return weights, [kernels.quantized_method(spec, weight) for weight in weights]
 
 
@@ -179,6 +192,41 @@ def measure(name: str, device: str, size: int, found: dict[str, Any]) -> None:
             )
 
 
+def measure_experts(name: str, device: str, size: int, found: dict[str, Any]) -> None:
+    """A layer's experts of one kind of weight, by one kernel and one by one."""
+    import torch
+
+    number = COPIES if device == "cpu" else EXPERTS
+    weights, methods = make_methods(name, device, size, number)
+    kernels = make_kernels(device)
+    grouped = kernels.group(methods)
+    if grouped is None:
+        raise RefusedError(f"{type(kernels).__name__} have no product of several experts")
+    for rows in EXPERT_ROWS:
+        x = torch.randn(rows, size, device=device).bfloat16()
+        ends = torch.randint(0, rows + 1, (number,), device=device).sort()[0].int()
+        ends[-1] = rows
+        at = [0, *ends.tolist()]
+        exact = torch.cat(
+            [
+                x[at[i] : at[i + 1]].float() @ weight.dequantized().T
+                for i, weight in enumerate(weights)
+            ]
+        )
+        error = float((grouped(x, ends, None) - exact).norm() / exact.norm())
+        if not error <= FAULT:
+            raise MissedError(f"{rows} rows are off by {error:.3f} of the product")
+        found[f"error_{rows}"] = round(error, 5)
+        found[f"us_{rows}"] = microseconds(device, [lambda x=x, ends=ends: grouped(x, ends, None)])
+        products = [
+            partial(method.multiply, x[at[i] : at[i + 1]], None)
+            for i, method in enumerate(methods)
+            if at[i] < at[i + 1]
+        ]
+        each = microseconds(device, products)
+        found[f"one_by_one_us_{rows}"] = round(each * len(products), 1)
+
+
 def of_torch(x: Any, weight: Any) -> Callable[[], Any]:
     """PyTorch's own product of int4. Its zeros are those of codes from 0 to 15."""
     import torch
@@ -213,6 +261,9 @@ def main() -> None:
     for name in WEIGHTS:
         with checking(f"products of {name}") as found:
             measure(name, device, size, found)
+    for name in EXPERTS_OF:
+        with checking(f"experts of {name}") as found:
+            measure_experts(name, device, size // 4, found)
 
 
 if __name__ == "__main__":
