@@ -413,8 +413,8 @@ ON_SHAPE = {
     "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo "
     "return_token_ids return_tokens_as_token_ids timings "
     "stream_options truncation_side model",
-    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background "
-    "enable_response_messages "
+    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id conversation "
+    "background enable_response_messages "
     "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids timings "
     "prompt_logprobs n best_of use_beam_search "
     "beam_width length_penalty early_stopping logprob_token_ids truncation_side",

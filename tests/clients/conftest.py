@@ -76,6 +76,13 @@ def embed_url() -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def keeping_url() -> Iterator[str]:
+    """URL of a server that keeps what clients leave with it."""
+    with serving("--max-stored-responses", "8") as found:
+        yield found
+
+
 @pytest.fixture
 def key() -> str:
     return KEY

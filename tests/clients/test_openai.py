@@ -1,5 +1,5 @@
 """openai: chats, completions, streams, `parse` of chats and responses, tools, responses with their
-events, embeddings, errors, async."""
+events, conversations, embeddings, errors, async."""
 
 from __future__ import annotations
 
@@ -150,6 +150,30 @@ def test_responses(client):
     )
     with pytest.raises(openai.BadRequestError, match="keeps no responses"):
         client.responses.create(model="tiny", input="hi", previous_response_id=response.id)
+
+
+def test_conversations(keeping_url, key):
+    with OpenAI(base_url=f"{keeping_url}/v1", api_key=key, max_retries=0) as client:
+        made = client.conversations.create(metadata={"a": "b"}, items=[])
+        asked = {"model": "tiny", "conversation": made.id, "temperature": 0}
+        response = client.responses.create(input=ASK, **asked)
+        assert (response.output_text, response.conversation.id) == (PARIS, made.id)
+        with client.responses.stream(input="And of Italy?", **asked) as stream:
+            assert stream.get_final_response().status == "completed"
+        items = client.conversations.items.list(made.id, order="asc", limit=2)
+        assert [one.role for one in items] == ["user", "assistant", "user", "assistant"]
+        [first, second, *_] = items.data
+        assert (first.content[0].text, second.content[0].text) == (ASK[0]["content"], PARIS)
+        assert client.conversations.items.retrieve(first.id, conversation_id=made.id) == first
+        told = [{"role": "user", "content": "So."}]
+        [added] = client.conversations.items.create(made.id, items=told).data
+        kept = client.conversations.items.delete(added.id, conversation_id=made.id)
+        assert (kept.id, kept.metadata) == (made.id, {"a": "b"})
+        assert client.conversations.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
+        assert client.conversations.retrieve(made.id).metadata == {"c": "d"}
+        assert client.conversations.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            client.responses.create(input="hi", **asked)
 
 
 def test_tools_of_responses(client):

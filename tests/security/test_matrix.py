@@ -33,6 +33,7 @@ GENERATED = {
     "/invocations": {"prompt": "a", "max_tokens": 2},
     "/infill": {"prompt": "a", "n_predict": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/conversations": {"items": [{"role": "user", "content": "hi"}]},
     "/v1/chat/completions/batch": {
         "messages": [[{"role": "user", "content": "hi"}]],
         "max_tokens": 2,
@@ -71,6 +72,7 @@ POOLED = {
 BODIES = {**GENERATED, **POOLED}
 """A good body for each route that takes one."""
 ONE = "/v1/responses/{response_id}"
+TALK = "/v1/conversations/{conversation_id}"
 OTHERS = {
     *(
         ("GET", path)
@@ -93,6 +95,13 @@ OTHERS = {
     ),
     *(("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")),
     ("DELETE", ONE),
+    *(
+        (method, path)
+        for path in (TALK, f"{TALK}/items", f"{TALK}/items/{{item_id}}")
+        for method in ("GET", "POST", "DELETE")
+        if (method, path)
+        not in (("POST", f"{TALK}/items/{{item_id}}"), ("DELETE", f"{TALK}/items"))
+    ),
     ("POST", f"{ONE}/cancel"),
     ("POST", "/reset_prefix_cache"),
     ("POST", "/flush_cache"),
@@ -136,14 +145,18 @@ LLAMA_CPP = {
 """Routes with llama.cpp's errors."""
 TEI = {*("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/rerank", "/info")}
 """Routes with Text Embeddings Inference's errors."""
-NOTHING_MISSING = ("/api/chat", "/api/generate", "/api/show")
-"""Without a prompt, Ollama loads the model: an empty body is good."""
+NOTHING_MISSING = ("/api/chat", "/api/generate", "/api/show", "/v1/conversations")
+"""Without a prompt, Ollama loads the model, and a conversation may have no items: an empty body is
+good."""
+NO_MODEL = ("/v1/conversations",)
+"""Routes whose bodies name no model."""
 UNCOUNTED = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
     "/v1/messages/count_tokens",
     "/api/show",
+    *NO_MODEL,
 )
 """Routes that ask nothing of an engine."""
 UNKNOWN = ("deep in a text", "a surrogate", "unknown field")
@@ -374,7 +387,8 @@ HEAVY = ("wide", "wide list", "wide object")
 def test_bad_bodies(server, attack, paths):
     for path in paths:
         response = server.send(path, content=ATTACKS[attack](path), headers=JSON)
-        wanted = 404 if attack == "model with a long name" else 400
+        names_model = attack == "model with a long name" and path not in NO_MODEL
+        wanted = 404 if names_model else 400
         if attack == "empty" and path in NOTHING_MISSING:
             wanted = 200
         assert response.status_code == wanted, (path, response.text[:300])
@@ -523,7 +537,8 @@ def test_tokens_are_counted_for_the_key(counted, path):
 @pytest.mark.parametrize("path", BODIES)
 def test_what_costs_too_much_is_refused(stingy, path):
     response = stingy.send(path, json=BODIES[path])
-    if path in {"/classify", "/infill", "/predict", "/tokenize", "/detokenize", "/api/show"}:
+    free = {"/classify", "/infill", "/predict", "/tokenize", "/detokenize", "/api/show", *NO_MODEL}
+    if path in free:
         assert response.status_code == NOT_SERVED.get(path, 200)
     else:
         assert response.status_code == 400 and "(max_request_cost)" in response.text
@@ -572,7 +587,11 @@ def test_keys_have_no_adapters_of_others(tenants):
         answer, _ = tenants.send_once(path, json=body, headers=his)
         return answer.status_code, answer.text
 
-    asked = [(path, "model", body) for path, body in GENERATED.items() if path != "/infill"]
+    asked = [
+        (path, "model", body)
+        for path, body in GENERATED.items()
+        if path not in ("/infill", *NO_MODEL)
+    ]
     asked += [
         (path, field, body)
         for path, body in GENERATED.items()

@@ -22,7 +22,8 @@ _MISSING = {
     "/v1/files": "no files are kept: the plugin batches needs a folder (batches.folder)",
     "/v1/uploads": "files come whole: POST /v1/files, where the plugin batches has a folder",
     "/v1/batches": "no batches are kept: the plugin batches needs a folder (batches.folder)",
-    "/v1/conversations": "no conversations are kept: send the whole one",
+    "/v1/conversations": "no conversations are kept: send the whole one, or ask the operator "
+    "to keep them (max_stored_responses)",
     "/v1/vector_stores": "no files are kept: ask /v1/embeddings",
     "/v1/fine_tuning": "no model is trained here",
     "/v1/assistants": "there are no assistants: ask /v1/responses",

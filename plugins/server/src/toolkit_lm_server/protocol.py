@@ -53,7 +53,7 @@ def examples(*bodies: dict[str, Any]) -> ConfigDict:
     return ConfigDict(json_schema_extra={"examples": [*bodies]})
 
 
-class Body(Described):
+class PlainBody(Described):
     """A JSON object. Values are taken as they are: "1" is not a number, and true is not an
     integer."""
 
@@ -69,9 +69,6 @@ class Body(Described):
 
     plain: ClassVar[frozenset[str]] = frozenset()
     """Fields whose content is not checked for unknown names."""
-
-    model: str | None = None
-    """The model to ask. None: the model that is served."""
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -109,6 +106,13 @@ class Body(Described):
         return {
             name: value for name, value in kept.items() if not _stands_for_default(cls, name, value)
         }
+
+
+class Body(PlainBody):
+    """A JSON object that asks a model."""
+
+    model: str | None = None
+    """The model to ask. None: the model that is served."""
 
 
 def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:

@@ -276,7 +276,6 @@ RESPONSES: Verdicts = {
         "this server has no such feature",
         "access_programs background_options context_management image moderation",
     ),
-    **refused("this server keeps no conversations: send the whole one as input", "conversation"),
     **refused("this server keeps no prompts: send the whole one as input", "prompt"),
     **refused("input is one answer's: logprobs come by include", "echo"),
     **refused("use max_output_tokens", "max_completion_tokens"),

@@ -13,6 +13,7 @@ from toolkit_lm_server.errors import printable
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.request_fields import REASONING, RESPONSES, STREAM_OPTIONS, TEXT
+from toolkit_lm_server.responses.conversation_schemas import ConversationRef
 from toolkit_lm_server.responses.items import chat_tools, messages_of
 
 NAMES = {
@@ -101,6 +102,8 @@ class ResponsesBody(SamplingBody):
     """The answer is kept, where the server keeps any, so that previous_response_id can name it."""
     previous_response_id: str | None = None
     """The kept answer whose conversation goes on."""
+    conversation: str | ConversationRef | None = None
+    """The kept conversation that goes on, or its id: input and output are added to it."""
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" cuts a prompt that is too long at its beginning."""
     background: bool | None = None
@@ -145,6 +148,12 @@ class ResponsesBody(SamplingBody):
         return fields
 
     @property
+    def conversation_id(self) -> str | None:
+        """The id of the kept conversation that goes on."""
+        found = self.conversation
+        return found.id if isinstance(found, ConversationRef) else found
+
+    @property
     def tells_logprobs(self) -> bool:
         """Whether the answer has its tokens' log probabilities."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
@@ -165,6 +174,11 @@ class ResponsesBody(SamplingBody):
         for name in ("background", "enable_response_messages"):
             if getattr(self, name) and self.stream:
                 raise RequestError(f"{name} is allowed only when stream is false.", name)
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise RequestError(
+                "conversation and previous_response_id are two ways to go on: give one of them.",
+                "conversation",
+            )
         if self.n not in (None, 1):
             raise RequestError("n must be 1: a response is one answer.", "n")
         for name in _OF_CHATS:

@@ -54,15 +54,18 @@ def listed(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"status": "completed", **item, "content": content}
 
 
-def messages_of(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of an input. Raises RequestError, which names the item."""
+def messages_of(
+    value: str | Sequence[Mapping[str, Any]], field: str = "input"
+) -> list[dict[str, Any]]:
+    """The messages of an input. `field`: the request's field that has it. Raises RequestError,
+    which names the item."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(value):
-        _add(messages, item, f"input[{index}]")
+        _add(messages, item, f"{field}[{index}]")
     if not messages:
-        raise RequestError("input is an empty list: give at least one item.", "input")
+        raise RequestError(f"{field} is an empty list: give at least one item.", field)
     for message in messages:
         # Reasoning that nothing follows is of an answer that was cut, and what has no text says
         # nothing: templates read a content.

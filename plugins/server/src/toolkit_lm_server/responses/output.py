@@ -230,6 +230,7 @@ class Output:
             "created_at": self._created,
             "status": status,
             "background": bool(body.background),
+            "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.chat import Chat, ChatAnswer
+from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import (
     ApiError,
@@ -25,12 +24,14 @@ from toolkit_lm_server.errors import (
     validated,
 )
 from toolkit_lm_server.event_stream import stream_of
-from toolkit_lm_server.generation import ChoicePiece, are_large
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pages import After, InOrder, Limit, page_of
 from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
+from toolkit_lm_server.responses.conversation_store import ConversationStore
+from toolkit_lm_server.responses.conversations import add_conversations
 from toolkit_lm_server.responses.items import items_of, listed, messages_of
+from toolkit_lm_server.responses.making import Making
 from toolkit_lm_server.responses.output import Output, ResponseEvents
 from toolkit_lm_server.responses.replay import replayed
 from toolkit_lm_server.responses.schemas import (
@@ -44,6 +45,8 @@ from toolkit_lm_server.route import caller_of, request_context, with_body
 
 _PATH = "/v1/responses"
 _STREAM = "The answer is the events of the response, once it is made."
+_ENDED = ("completed", "incomplete")
+"""States of responses whose output is kept in conversations."""
 _AFTER = "The number of the last event that the client has: a stream begins with the next one."
 _STORE_HINT = ". Leave it out, or ask the operator to keep them (max_stored_responses)."
 
@@ -51,67 +54,66 @@ _STORE_HINT = ". Leave it out, or ask the operator to keep them (max_stored_resp
 class Responses:
     """Answers in the form of OpenAI's Responses API."""
 
-    def __init__(self, engines: Engines, chat: Chat, store: ResponseStore) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        chat: Chat,
+        store: ResponseStore,
+        conversations: ConversationStore,
+    ) -> None:
         self._engines = engines
         self._chat = chat
         self._store = store
+        self._conversations = conversations
         self._background = Background()
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answers an input: a text, or the items of a conversation."""
         owner = caller_of(request).client
         own = body.own_messages()
-        turns = self._earlier(body.previous_response_id, owner)
+        items = items_of(body.input)
+        turns = (
+            self._earlier(body.previous_response_id, owner)
+            if body.conversation_id is None
+            else await self._conversation(body.conversation_id, items, owner)
+        )
         earlier = [message for turn in turns for message in messages_of(turn)]
-        turns.append(items_of(body.input))
+        turns.append(items)
         keeps = self._keeps(body)
-
-        async def begin() -> ChatAnswer:
-            try:
-                return await self._chat.ask(
-                    body.chat(earlier, own), request_context(request), NAMES
-                )
-            except Exception as error:
-                raise renamed(as_api_error(error), NAMES) from error
 
         output = Output(body, body.model or self._engines[None].served_model_name, is_kept=keeps)
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and (body.background or response["status"] != "failed"):
                 self._store.add(response, turns, owner)
+            if body.conversation_id is not None and response["status"] in _ENDED:
+                self._conversations.extend(
+                    body.conversation_id, owner, [*items, *response["output"]]
+                )
 
-        def whole(choices: list[ChoicePiece]) -> dict[str, Any]:
-            response = output.whole(choices)
-            keep(response)
-            return response
-
-        def events(reply: ChatAnswer) -> AsyncGenerator[list[dict[str, Any]], None]:
-            output.answer = reply
-            return _kept(output, keep)
-
-        async def make() -> None:
-            """Keeps the response, in each of its states."""
-            try:
-                keep(output.state("in_progress"))
-                output.answer = await begin()
-                await asyncio.to_thread(whole, await output.answer.choices())
-            except asyncio.CancelledError:
-                keep(output.state("cancelled"))
-            except Exception as error:
-                keep(output.failed(as_api_error(error)))
-
+        messages = [*earlier, *own]
+        making = Making(self._chat, body, messages, request_context(request), output, keep)
         if body.background:
-            self._check_background(body.chat(earlier, own), keeps)
-            self._background.start(output.id, make)
+            self._check_background(body.chat([], messages), keeps)
+            self._background.start(output.id, making.settle)
             keep(queued := output.state("queued"))
             return await answer(lambda: queued, is_large=False)
         if body.stream:
-            return await stream_of(begin(), events, ResponseEvents)
-        output.answer = await begin()
-        choices = await output.answer.choices()
-        return await answer(
-            lambda: whole(choices), is_large=body.tells_logprobs or are_large(choices)
-        )
+            return await stream_of(making.begin(), making.events, ResponseEvents)
+        return await making.whole()
+
+    async def _conversation(self, name: str, items: list[dict[str, Any]], owner: str) -> Turns:
+        """The conversation that the request continues, as a turn. Raises ApiError. `items`: the
+        request's."""
+        if not self._conversations.is_on:
+            message = (
+                "conversation: this server keeps no conversations. Send the whole one as input, or "
+                "ask the operator to keep them (max_stored_responses)."
+            )
+            raise ApiError(400, message, param="conversation", code="unsupported_parameter")
+        found = self._conversations.get(name, owner, "conversation")
+        found.check_room(items, "input")
+        return [await asyncio.to_thread(found.read)] if found.items else []
 
     def _keeps(self, body: ResponsesBody) -> bool:
         """Whether the answer is kept. Raises RequestError where it must be kept and cannot be."""
@@ -247,15 +249,6 @@ def _unknown(name: str, param: str, status: int = 404) -> ApiError:
     return ApiError(status, message, param=param, code=f"{param.removesuffix('_id')}_not_found")
 
 
-async def _kept(output: Output, keep: Any) -> AsyncGenerator[list[dict[str, Any]], None]:
-    async with aclosing(output.events()) as found:
-        async for events in found:
-            for event in events:
-                if event["type"] in ("response.completed", "response.incomplete"):
-                    keep(event["response"])
-            yield events
-
-
 def add_responses(
     router: APIRouter,
     engines: Engines,
@@ -263,10 +256,11 @@ def add_responses(
     body: type[ResponsesBody],
     options: ServerOptions,
 ) -> None:
-    """Adds the routes of responses, with those of kept responses where some are kept. `body`: the
-    body class with plugins' fields."""
+    """Adds the routes of responses, with those of kept responses and conversations where some are
+    kept. `body`: the body class with plugins' fields."""
     store = ResponseStore(options.max_stored_responses)
-    responses = Responses(engines, chat, store)
+    conversations = ConversationStore(options.max_stored_responses)
+    responses = Responses(engines, chat, store, conversations)
     schemas = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
     router.add_api_route(
         _PATH,
@@ -277,6 +271,7 @@ def add_responses(
     )
     if store.is_on:
         _add_kept(router, responses)
+        add_conversations(router, conversations)
 
 
 def _add_kept(router: APIRouter, responses: Responses) -> None:

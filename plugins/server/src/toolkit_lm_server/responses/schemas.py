@@ -8,6 +8,7 @@ from pydantic import ConfigDict
 
 from toolkit_lm_server.answer_schemas import ContentLogprob
 from toolkit_lm_server.pages import PageEnds
+from toolkit_lm_server.responses.conversation_schemas import ConversationRef
 from toolkit_lm_server.schema_texts import Described
 
 
@@ -106,6 +107,8 @@ class ResponseObject(Described):
     """How far the response is."""
     background: bool
     """The response is made in the background."""
+    conversation: ConversationRef | None
+    """The kept conversation that goes on."""
     error: ResponseFailure | None
     """The error that ended the response. null: none."""
     incomplete_details: Incomplete | None
