@@ -158,7 +158,7 @@ def test_adapters_of_rows_that_have_several() -> None:
     ]
     assert _rounds([group.rows for group in groups]) == [0, 1, 0]
     x = torch.randn(5, INPUTS).to(DEVICE)
-    plain = method.apply(x, None)
+    plain, fewer = method.apply(x, None), method.apply(x[:3], None)
     low_rank.set(groups, 5)
     found = method.apply(x, None)
     for row in range(5):
@@ -168,5 +168,5 @@ def test_adapters_of_rows_that_have_several() -> None:
                 expected = expected + delta(x[row : row + 1], number)[0]
         assert (found[row] - expected).abs().max() <= 1e-5 * plain.abs().max()
     assert torch.equal(method.apply(x, None, NO_EPILOGUE, rows=Rows.SAMPLED), plain)
-    assert torch.equal(method.apply(x[:3], None), plain[:3])
+    assert torch.equal(method.apply(x[:3], None), fewer)
     assert torch.equal(method.multiply(x, None), plain)
