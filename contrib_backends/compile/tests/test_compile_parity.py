@@ -8,6 +8,7 @@ import encdec_families
 import encoder_families
 import moe_families
 import pytest
+import sympy
 import torch
 import transformers
 from compile_harness import PLUGINS, Stage, check, compiled
@@ -15,6 +16,7 @@ from qwen_harness import random_qwen
 from toolkit_lm.attention import Attention
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm_compile import compiler as compiler_module
+from toolkit_lm_compile.capture import _holds_for_equal_symbols
 from toolkit_lm_devkit import load_checkpoint, randomize
 from toolkit_lm_devkit.forward import encoder_decoder_logits
 from toolkit_lm_moe.experts import RoutedExperts
@@ -333,3 +335,16 @@ def test_the_number_of_parts_does_not_depend_on_the_depth(tmp_path):
         assert len(program.plan.parts) == depth + 1
         keys.append(list(dict.fromkeys(program.plan.parts)))
     assert keys[0] == keys[1] and len(keys[0]) == 3
+
+
+def test_guards_that_equal_numbers_of_tokens_keep():
+    tokens, others = sympy.symbols("s0 s1", positive=True, integer=True)
+    kept = (sympy.Eq(tokens, others), sympy.Eq(192 * tokens, 192 * others))
+    broken = (
+        sympy.Eq(tokens, 2 * others),
+        sympy.Eq(tokens, 8),
+        sympy.Ne(tokens, others),
+        sympy.Lt(tokens, 8),
+    )
+    assert all(_holds_for_equal_symbols(guard) for guard in kept)
+    assert not any(_holds_for_equal_symbols(guard) for guard in broken)

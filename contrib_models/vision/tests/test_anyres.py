@@ -51,19 +51,17 @@ def onevision():
     return LlavaOnevisionForConditionalGeneration(config)
 
 
-@pytest.fixture(scope="module", params=["next", "onevision"])
-def reference(request, tmp_path_factory):
-    is_next = request.param == "next"
+def make_anyres(folder, kind):
+    is_next = kind == "next"
     model = next_model() if is_next else onevision()
     randomize(model)
     model.eval()
-    folder = tmp_path_factory.mktemp("anyres")
     model.save_pretrained(folder)
     write_marks(folder, {"<image>": IMAGE})
-    kind = "LlavaNextImageProcessor" if is_next else "LlavaOnevisionImageProcessor"
+    images = "LlavaNextImageProcessor" if is_next else "LlavaOnevisionImageProcessor"
     crop = {"crop_size": {"height": 14, "width": 14}} if is_next else {}
     (folder / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": kind, **PROCESSOR, **crop})
+        json.dumps({"image_processor_type": images, **PROCESSOR, **crop})
     )
     processor = (LlavaNextProcessor if is_next else LlavaOnevisionProcessor).__new__(
         LlavaNextProcessor if is_next else LlavaOnevisionProcessor
@@ -81,10 +79,15 @@ def reference(request, tmp_path_factory):
         lambda arrays, i: processor.replace_image_token(arrays, i),
         lambda random: tuple(random.integers(5, 40, 2)),
         left_out=("batch_num_images",),
-        family=request.param,
+        family=kind,
     )
     processor.image_processor = subject.made
     return subject
+
+
+@pytest.fixture(scope="module", params=["next", "onevision"])
+def reference(request, tmp_path_factory):
+    return make_anyres(tmp_path_factory.mktemp("anyres"), request.param)
 
 
 class TestAnyres(MultimodalConformance):

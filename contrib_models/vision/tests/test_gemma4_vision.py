@@ -108,10 +108,8 @@ def gemma4(kind):
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["small", "large"])
-def reference(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gemma4")
-    model = gemma4(request.param)
+def make_gemma4(folder, kind):
+    model = gemma4(kind)
     model.save_pretrained(folder)
     write_marks(folder, MARKS)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -126,8 +124,13 @@ def reference(request, tmp_path_factory):
         lambda random: tuple(8 * random.integers(1, 5, 2)),
         left_out=("num_soft_tokens_per_image",),
         extra=lambda ids: {"mm_token_type_ids": (ids == IMAGE).long()},
-        family=request.param,
+        family=kind,
     )
+
+
+@pytest.fixture(scope="module", params=["small", "large"])
+def reference(request, tmp_path_factory):
+    return make_gemma4(tmp_path_factory.mktemp("gemma4"), request.param)
 
 
 class TestGemma4(MultimodalConformance):

@@ -174,7 +174,7 @@ def _hint(size: Any) -> int:
 def _check_guards(graph: fx.GraphModule, model: Model) -> None:
     """Raises UnsupportedError if the graph holds only for some numbers of tokens.
 
-    Steps do not check guards, so the only ones allowed are equalities of symbols.
+    Steps do not check guards, so the only ones allowed are those that equal symbols give.
     """
     values = (node.meta.get("example_value") for node in graph.graph.nodes)
     mode = next(
@@ -189,10 +189,7 @@ def _check_guards(graph: fx.GraphModule, model: Model) -> None:
         return
     for guard in mode.shape_env.guards:
         expression = guard.expr
-        if not (
-            expression.func.__name__ == "Equality"
-            and all(side.is_Symbol for side in expression.args)
-        ):
+        if not _holds_for_equal_symbols(expression):
             where = (
                 "".join(
                     guard.sloc.user.format() if getattr(guard.sloc, "user", None) else []
@@ -206,6 +203,16 @@ def _check_guards(graph: fx.GraphModule, model: Model) -> None:
                     f"(its numbers of tokens). {where}"
                 ).rstrip()
             )
+
+
+def _holds_for_equal_symbols(expression: Any) -> bool:
+    """Whether a guard is an equality, such as of 192 * s0 and 192 * s1, that holds wherever all of
+    its symbols are the same number."""
+    if expression.func.__name__ != "Equality" or not expression.free_symbols:
+        return False
+    same = dict.fromkeys(expression.free_symbols, min(expression.free_symbols, key=str))
+    left, right = (side.subs(same) for side in expression.args)
+    return bool(left == right)
 
 
 def _reason_of(error: Exception) -> str:
