@@ -158,7 +158,8 @@ def test_adapters_of_rows_that_have_several() -> None:
     ]
     assert _rounds([group.rows for group in groups]) == [0, 1, 0]
     x = torch.randn(5, INPUTS).to(DEVICE)
-    plain, fewer = method.apply(x, None), method.apply(x[:3], None)
+    plain = method.apply(x, None)
+    fewer = method.apply(x[:3], None)
     low_rank.set(groups, 5)
     found = method.apply(x, None)
     for row in range(5):
