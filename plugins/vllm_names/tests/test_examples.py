@@ -365,6 +365,13 @@ def test_trace_replay(run):
     assert max(int(rank) for _, _, rank in known[8:]) > 1
 
 
+def test_prompt_embed(run):
+    printed = run("prompt_embed")
+    [single] = re.findall("Single: (.*)", printed)
+    embeds, tokens = (re.findall(f"{name}: (.*)", printed) for name in ("Embeddings", "Tokens"))
+    assert len(single) > 2 and len(embeds) == len(tokens) == 3
+
+
 def test_pause_resume(run):
     printed = run("pause_resume")
     assert "Tokens: 30" in printed and "Paused: False" not in printed

@@ -12,6 +12,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import side_by_side
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
+from toolkit_lm_serving.prompts import prompt_makers
 
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.engines import Engines
@@ -77,8 +78,8 @@ class CompletionBody(SamplingBody):
         if prompts is None:
             message = "Either prompt or prompt_embeds must be provided and non-empty."
             raise RequestError(
-                f"{message} This server takes no prompt_embeds: give a prompt, or an "
-                "encoder_prompt.",
+                f"{message} Give a prompt, an encoder_prompt, or prompt_embeds to a server that "
+                "takes them (enable_prompt_embeds).",
                 "prompt",
             )
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
@@ -143,7 +144,7 @@ class Completions:
         engine = self._engines[body.model]
         check_generates(engine)
         params = body.params()
-        prompts = body.prompts(self._options.max_prompts)
+        prompts = await self._prompts(body, params)
         options = body.request_options(context)
         check_priority(engine, options)
         if body.suffix or fills or not body.add_special_tokens:
@@ -165,6 +166,19 @@ class Completions:
             on_error.pop_all()
         await generation.check_first()
         return generation
+
+    async def _prompts(self, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
+        """The prompts of the body, or the one that a plugin's field has. Raises RequestError."""
+        makers = prompt_makers(self._engines[body.model]) if params.extra_args else []
+        for name, maker in makers:
+            made = await asyncio.to_thread(maker.prompt_of, params)
+            if made is None:
+                continue
+            stated = ("prompt", "encoder_prompt", "decoder_prompt", "suffix", "echo")
+            if besides := [field for field in stated if getattr(body, field)]:
+                raise RequestError(f"give {besides[0]} or {name}, not both.", besides[0])
+            return [made]
+        return body.prompts(self._options.max_prompts)
 
     def _renderer(self, body: CompletionBody) -> Renderer:
         return self._engines[body.model].renderer

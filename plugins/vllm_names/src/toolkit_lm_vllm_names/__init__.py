@@ -7,10 +7,20 @@ This entry module only registers them; each is imported when it is used.
 """
 
 import lazy_loader
-from toolkit_lm.plugin import LogitsProcessorRegistry, OptionNamesRegistry, hookimpl
+from toolkit_lm.plugin import (
+    LogitsProcessorRegistry,
+    OptionNamesRegistry,
+    PartRegistry,
+    hookimpl,
+)
 from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
 
-from toolkit_lm_vllm_names.arguments import Options as Options, ProcessorArguments, TraceArguments
+from toolkit_lm_vllm_names.arguments import (
+    EmbedsArguments,
+    Options as Options,
+    ProcessorArguments,
+    TraceArguments,
+)
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module.
@@ -28,6 +38,17 @@ def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> N
     processors.add("vllm_processors", target, params=ProcessorArguments)
     target = "toolkit_lm_vllm_names.trace_replay:TraceReplay"
     processors.add("trace_replay", target, params=TraceArguments)
+    processors.add("prompt_embeds", None, params=EmbedsArguments)
+
+
+@hookimpl
+def toolkit_register_parts(parts: PartRegistry) -> None:
+    parts.add(
+        "prompt_embeds",
+        request="toolkit_lm_vllm_names.prompt_embeds:EmbedsRequests",
+        worker="toolkit_lm_vllm_names.embeds_part:EmbedsPart",
+        for_model="toolkit_lm_vllm_names.prompt_embeds:is_enabled",
+    )
 
 
 # Optional: what else it brings works without the command line, too.

@@ -30,7 +30,6 @@ NAMES = {
     "LateInteractionParams": "score() of a late-interaction model needs no parameters",
     "LateChunkingParams": "embed each chunk: chunks of one document share no attention here",
     "RepetitionDetectionParams": "use repetition_penalty, or no_repeat_ngram_size in extra_args",
-    "EmbedsPrompt": "prompts are texts, token ids and media",
     "ToolParser": _PARSER,
     "ToolParserManager": _PARSER,
     "ReasoningParser": _PARSER,

@@ -13,6 +13,8 @@ from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import Renderer
 
+from toolkit_lm_vllm_names.embeds_format import Embeds, decoded
+
 PLUGIN = "vllm_names"
 LOGPROBS = ("logprobs", "prompt_logprobs")
 """Parameters that count log probabilities."""
@@ -20,6 +22,8 @@ WHOLE_VOCABULARY = 2**31 - 1
 """Number of log probabilities that stands for -1: those of all tokens."""
 MAX_TRACE = 2**20
 """Most tokens of a trace that is replayed."""
+PLACEHOLDER = 0
+"""Token that stands for a row of a prompt of embeddings."""
 
 
 class Options(Struct, frozen=True):
@@ -27,6 +31,8 @@ class Options(Struct, frozen=True):
 
     logits_processors: list[str] = field(default_factory=list)
     """Classes of vLLM's form, MODULE:CLASS, that requests with `vllm_xargs` use."""
+    enable_prompt_embeds: bool = False
+    """Requests may have a prompt of embeddings: `prompt_embeds`."""
 
 
 class ProcessorArguments(ProcessorParams):
@@ -45,6 +51,63 @@ class ProcessorArguments(ProcessorParams):
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
         """The arguments, as they are."""
         return None if self.vllm_xargs is None else {"vllm_xargs": self.vllm_xargs}
+
+
+def embeds_enabled(config: VllmConfig) -> bool:
+    """Whether the engine takes prompts of embeddings."""
+    stated = config.plugins.plugin_option.get(PLUGIN, {}).get("enable_prompt_embeds", "")
+    return str(stated).lower() in ("true", "1", "on", "yes")
+
+
+def single(value: Any) -> str | None:
+    """The text of `prompt_embeds`: one text, or a list of one. None: it is empty."""
+    return (value[0] if isinstance(value, list) and value else value) or None
+
+
+def read_embeds(text: str, config: VllmConfig) -> Embeds:
+    """The embeddings of a prompt. Raises RequestError for those of another model, and for more than
+    `max_model_len` of them."""
+    stated = config.hf_config
+    size = (stated.get("text_config") or stated).get("hidden_size") or stated.get("n_embd")
+    if not isinstance(size, int):
+        raise RequestError(
+            "prompt_embeds: the config.json of this model has no hidden_size.", "prompt_embeds"
+        )
+    embeds = decoded(text, config.max_model_len * size * 4)
+    if embeds.size != size:
+        raise RequestError(
+            f"prompt_embeds has rows of {embeds.size} numbers, and this model's hidden size is "
+            f"{size}.",
+            "prompt_embeds",
+        )
+    return embeds
+
+
+class EmbedsArguments(ProcessorParams):
+    """Parameter of a request whose prompt is a tensor."""
+
+    prompt_embeds: Annotated[
+        str | list[str] | None,
+        param(
+            "A prompt of embeddings, in base64: a tensor of safetensors or torch.save. It replaces "
+            "the prompt.",
+            max_items=1,
+            flag=False,
+        ),
+    ] = None
+
+    def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
+        """The embeddings, as bytes. Raises RequestError."""
+        text = single(self.prompt_embeds)
+        if text is None:
+            return None
+        if not embeds_enabled(renderer.config):
+            raise RequestError(
+                "prompt_embeds: this engine takes no prompts of embeddings. Start it with the "
+                "option enable_prompt_embeds.",
+                "prompt_embeds",
+            )
+        return read_embeds(text, renderer.config)._asdict()
 
 
 class TraceArguments(ProcessorParams):

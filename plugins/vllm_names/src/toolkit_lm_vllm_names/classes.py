@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NotRequired, TypedDict
+
 from toolkit_lm import (
     CompletionOutput,
     ExplicitEncoderDecoderPrompt,
@@ -29,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "ExplicitEncoderDecoderPrompt",
     "LLMEngine",
     "Logprob",
@@ -51,3 +54,12 @@ EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = Po
 EmbeddingOutput = ClassificationOutput = ScoringOutput = PoolingOutput
 PromptType = Prompt
 SingletonPrompt = str | TextPrompt | TokensPrompt
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt of embeddings, for an engine with `enable_prompt_embeds`."""
+
+    prompt_embeds: Any
+    """A tensor [n, H], a row for each token."""
+    cache_salt: NotRequired[str | None]
+    """Requests with different salts share no cached prefix."""

@@ -337,6 +337,13 @@ ENGINE: list[Name] = [
         values.logits_processors,
         "vllm_names.logits_processors: classes, or their paths",
     ),
+    *renamed(
+        "enable_prompt_embeds",
+        "plugin_option",
+        values.prompt_embeds,
+        "vllm_names.enable_prompt_embeds",
+        is_switch=True,
+    ),
     *free(
         "there is no other backend to fall back to",
         "guided_decoding_disable_fallback",

@@ -16,6 +16,7 @@ from toolkit_lm_vllm_names.config_view import ConfigView, ModelView
 from toolkit_lm_vllm_names.driver_weights import ModelExecutor
 from toolkit_lm_vllm_names.engine_args import EngineArgs
 from toolkit_lm_vllm_names.metrics import Metric, counting, snapshot
+from toolkit_lm_vllm_names.prompt_embeds import prompt_and_params
 from toolkit_lm_vllm_names.sleeping import SleepsAsync
 
 _VLLMS = (
@@ -72,6 +73,7 @@ class LLMEngine(toolkit_lm.LLMEngine, SaysWhatToUse):
         options.update(zip(("arrival_time", "lora_request"), args, strict=False))
         if not isinstance(params, toolkit_lm.PoolingParams):
             params = with_arguments(params or self.processor.default_params, self)
+            prompt, params = prompt_and_params(prompt, params)
         super().add_request(request_id, prompt, params, **checked(options))
 
     def advance(self, timeout: float | None = None) -> list[Any]:
@@ -164,6 +166,9 @@ class AsyncLLM(SleepsAsync, SaysWhatToUse):
         """Yields outputs as they come, as toolkit_lm.AsyncLLM does."""
         if sampling_params is not None:
             sampling_params = with_arguments(sampling_params, self)
+        prompt, sampling_params = prompt_and_params(
+            prompt, sampling_params or self.processor.default_params
+        )
         return super().generate(prompt, sampling_params, request_id, **checked(options))
 
     # mypy: what is returned can be awaited, too.

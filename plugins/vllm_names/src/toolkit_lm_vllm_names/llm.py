@@ -20,6 +20,7 @@ from toolkit_lm_vllm_names.engines import LLMEngine, checked
 from toolkit_lm_vllm_names.metrics import Metric, figures, snapshot
 from toolkit_lm_vllm_names.pairs import pair_prompts
 from toolkit_lm_vllm_names.profiling import Profiler
+from toolkit_lm_vllm_names.prompt_embeds import with_embeds
 from toolkit_lm_vllm_names.seeds import Seeds
 from toolkit_lm_vllm_names.sleeping import Sleeps
 from toolkit_lm_vllm_names.table import engine_options
@@ -111,6 +112,7 @@ class LLM(Sleeps, SaysWhatToUse):
         self._finish_weights()
         many: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         params = self._seeds.seeded(self._params_of(sampling_params), len(many))
+        many, params = with_embeds(many, params)
         return super().generate(many, params, **_options(options))
 
     def chat(

@@ -135,7 +135,6 @@ REFUSED: list[Name] = [
         is_switch=True,
     ),
     *refused("write a model: the hook toolkit_register_models.", "model_class_overrides"),
-    *refused("prompts are texts and token ids.", "enable_prompt_embeds", is_switch=True),
     *refused(
         _MEDIA,
         "mm_processor_kwargs",

@@ -274,6 +274,12 @@ def ignored_of_attention(value: Any) -> list[str]:
     ]
 
 
+def prompt_embeds(value: Any) -> dict[str, Any]:
+    """True, or False."""
+    on = {"plugin_option": {"vllm_names": {"enable_prompt_embeds": True}}}
+    return on if parsed(value) else {}
+
+
 def task(value: Any) -> dict[str, Any]:
     """The runner type, and the pooling adapter."""
     if value not in _TASKS:

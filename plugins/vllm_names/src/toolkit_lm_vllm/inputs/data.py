@@ -2,6 +2,7 @@
 
 from toolkit_lm_vllm_names.absent import absent
 from toolkit_lm_vllm_names.classes import (
+    EmbedsPrompt,
     ExplicitEncoderDecoderPrompt,
     PromptType,
     SingletonPrompt,
@@ -10,6 +11,7 @@ from toolkit_lm_vllm_names.classes import (
 )
 
 __all__ = [
+    "EmbedsPrompt",
     "ExplicitEncoderDecoderPrompt",
     "PromptType",
     "SingletonPrompt",
