@@ -121,14 +121,15 @@ class CacheKey(Struct, array_like=True, frozen=True):
 
 
 class EncoderInput(Struct, kw_only=True, frozen=True):
-    """Input of an encoder-decoder model's encoder: tokens, or features. The encoder reads all of it
-    before the decoder begins."""
+    """Input of an encoder-decoder model's encoder: tokens, features, or both. The encoder reads all
+    of it before the decoder begins."""
 
     num_tokens: int
     """Number of encoder states. Cross attention reads their keys and values."""
     token_ids: list[int] = field(default_factory=list)
     features: Array | None = None
-    """Features in place of tokens, for instance of a recording."""
+    """Features in place of tokens, for instance of a recording; or of a picture, beside tokens that
+    are its places."""
 
     @classmethod
     def of_tokens(cls, token_ids: list[int]) -> EncoderInput:

@@ -156,7 +156,7 @@ class BartDecoderLayer(BartLayer):
 
 class BartStack(nn.Module):
     """The encoder, or the decoder: tokens [T] at positions [T], and what its layers take besides ->
-    hidden states [T, H]."""
+    hidden states [T, H]. `inputs_embeds` [T, H] replace the embeddings of the tokens."""
 
     def __init__(
         self,
@@ -186,8 +186,15 @@ class BartStack(nn.Module):
         )
         self.layer_norm = LayerNorm(size, dtype=dtype) if style.norms_first else nn.Identity()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, *inputs: Tensor | None) -> Tensor:
-        x = self.layernorm_embedding(self.embed_tokens(input_ids) + self.embed_positions(positions))
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *inputs: Tensor | None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.layernorm_embedding(x + self.embed_positions(positions))
         for layer in self.layers:
             x = layer(x, *inputs)
         out: Tensor = self.layer_norm(x)
@@ -267,8 +274,10 @@ class BartForConditionalGeneration(Model):
         embedded: Tensor = self.model.decoder.embed_tokens(input_ids)
         return embedded
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        out: Tensor = self.model.encoder(input_ids, positions)
+    def encode(
+        self, input_ids: Tensor, positions: Tensor, *, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.model.encoder(input_ids, positions, inputs_embeds=inputs_embeds)
         return out
 
     def forward(  # type: ignore[override]

@@ -65,7 +65,7 @@ class UsualRules(EncoderDecoderRules):
         """Through the chat template. Without one the encoder reads the system message and the last
         message: each turn stands for itself."""
         if not self.renderer.has_chat_template:
-            return self._both(_last_turn(messages), None, params)
+            return self._both(last_turn(messages), None, params)
         return self._both(
             {"prompt_token_ids": self.renderer.render_conversation(messages, **options).token_ids},
             None,
@@ -92,18 +92,18 @@ class UsualRules(EncoderDecoderRules):
                 else self.decoder_prompt(rendered.token_ids)
             )
             features = _moved(rendered.features or (), len(token_ids) - len(rendered.token_ids))
-        most = (
-            self.config.max_encoder_len
-            if params.truncate_prompt_tokens == -1
-            else params.truncate_prompt_tokens
-        )
         return RenderedPair(
             token_ids,
             _text_of(decoder),
-            self.encoder_input(encoder, most),
+            self.encoder_input(encoder, self.most_tokens(params)),
             _text_of(encoder),
             features,
         )
+
+    def most_tokens(self, params: SamplingParams) -> int | None:
+        """Where a request truncates the encoder's prompt; None: not at all."""
+        most = params.truncate_prompt_tokens
+        return self.config.max_encoder_len if most == -1 else most
 
     def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
         """The encoder's input for a prompt. `max_tokens`: where to truncate it at the end; None:
@@ -199,8 +199,8 @@ def _text_of(prompt: Any) -> str | None:
     return prompt.get("prompt") if isinstance(prompt, Mapping) else None
 
 
-def _last_turn(messages: Conversation) -> str:
-    """The text of the system messages and the last one."""
+def last_turn(messages: Conversation) -> str:
+    """The text of the system messages and the last one. Raises RequestError."""
     if (
         isinstance(messages, str)
         or not messages

@@ -108,6 +108,8 @@ MODEL_TYPES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "SmolVLMForConditionalGeneration": "smolvlm",
 }
+FLORENCE = "Florence2ForConditionalGeneration"
+"""An encoder-decoder model, whose encoder sees."""
 LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 """Older checkpoints have no `text_config`."""
 
@@ -123,3 +125,11 @@ def toolkit_register_models(models: ModelRegistry) -> None:
             length_keys=LENGTH_KEYS,
             multimodal=rules,
         )
+    models.add(
+        FLORENCE,
+        f"toolkit_lm_vision.florence2:{FLORENCE}",
+        model_type="florence2",
+        length_keys=LENGTH_KEYS,
+        multimodal="toolkit_lm_vision.florence2_rules:Florence2PictureRules",
+        encoder_decoder="toolkit_lm_vision.florence2_rules:Florence2Rules",
+    )

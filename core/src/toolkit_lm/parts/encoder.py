@@ -29,7 +29,7 @@ class HasEncoder(Protocol):
         all sequences that a step encodes.
 
         If the model's rules turn prompts into features, the list `features` has those of each
-        sequence. The tokens are then 0.
+        sequence that has some, in order. Tokens that the rules leave out are 0.
         """
 
 

@@ -111,7 +111,11 @@ class MediaReader:
         `encode`: tokenizes texts among an item's tokens."""
         self._encode = encode
         self._rules = rules
-        self._max_model_len = config.max_model_len
+        self._longest = max(
+            (config.max_model_len, "max_model_len"), (config.max_encoder_len, "max_encoder_len")
+        )
+        """Most tokens of a prompt that may have media, and the option that bounds them. Which side
+        of an encoder-decoder reads media is its rules' business, so that the longer one counts."""
         bounds = config.renderer
         self._limits = MediaLimits(
             max_bytes=bounds.max_media_bytes,
@@ -163,12 +167,10 @@ class MediaReader:
     def _check_room(self, total: int, num_tokens: int) -> None:
         """Raises ContextLengthError if an item does not fit after the items before it, which have
         `total` tokens."""
-        if total + num_tokens >= self._max_model_len:
+        most, option = self._longest
+        if total + num_tokens >= most:
             before = f", {total + num_tokens} with the items before it" if total else ""
-            longest = (
-                f"this model's maximum context length is {self._max_model_len} tokens "
-                "(max_model_len)"
-            )
+            longest = f"this model's maximum context length is {most} tokens ({option})"
             raise ContextLengthError(f"it has {num_tokens} tokens{before}; {longest}.")
 
     def _options(self, items: Sequence[Item], options: Any) -> dict[str, dict[str, Any]]:

@@ -52,9 +52,8 @@ class MultiModal:
             audio,
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         )
-        self._sizes = MediaSizes(
-            folder, config.renderer.max_media_pixels, config.max_model_len, read
-        )
+        longest = max(config.max_model_len, config.max_encoder_len)
+        self._sizes = MediaSizes(folder, config.renderer.max_media_pixels, longest, read)
         self.tokens = self._placeholders.tokens
         """Placeholder's text, by modality."""
         self.texts = {
