@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -155,5 +156,5 @@ class RerankResult:
     """Index of the document in the given list."""
     relevance_score: float
     """Score of the document; NaN if there is an error."""
-    document: str
+    document: str | Mapping[str, Any]
     error: str | None = None

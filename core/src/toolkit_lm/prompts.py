@@ -31,6 +31,8 @@ class TokensPrompt(MediaPrompt):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    features: NotRequired[Any]
+    """Multimodal items among the token ids, as in Rendered. Only pooling takes them."""
 
 
 SingletonPrompt = str | TextPrompt | TokensPrompt
@@ -52,6 +54,10 @@ Prompt = SingletonPrompt | ExplicitEncoderDecoderPrompt
 
 TextPair = tuple[str, str]
 """Two texts that a pooling model reads together: a query and a document."""
+
+Scored = str | Mapping[str, Any]
+"""One side of a pair to score: a text; or a prompt with media, {"multi_modal_data": ...}; or the
+content of a message, {"content": [...]}."""
 
 Message = Mapping[str, Any]
 """One message of a conversation, in OpenAI's form: role, content, and what else the chat template

@@ -312,7 +312,7 @@ BAD_INPUTS = [
     ([["a"]], "input[0] must be a list of token ids"),
     ([None], "input[0] is of another kind"),
     (None, "You must provide the parameter 'input'"),
-    ({"text": "a"}, "input must be a text or a list"),
+    ({"texts": "a"}, "input must be a text"),
     ("a\ud800", "lone surrogate"),
     ([[5, 260]], "token id 260 is not in the vocabulary"),
     ([[5], [-1]], "input[1]: token id -1 is not in the vocabulary"),

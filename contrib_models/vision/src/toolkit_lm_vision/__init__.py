@@ -1,7 +1,7 @@
 """Language models that see. This entry module only registers them; each is imported when it is
 selected."""
 
-from toolkit_lm.plugin import ModelRegistry, hookimpl
+from toolkit_lm.plugin import ModelRegistry, PoolingProfileRegistry, hookimpl
 
 MODELS: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": (
@@ -110,6 +110,11 @@ MODEL_TYPES = {
 }
 FLORENCE = "Florence2ForConditionalGeneration"
 """An encoder-decoder model, whose encoder sees."""
+RETRIEVAL = {
+    "ColPaliForRetrieval": ("colpali", "retrieval_rules:ColPaliRules"),
+    "ColQwen2ForRetrieval": ("colqwen2", "retrieval_rules:ColQwen2Rules"),
+}
+"""Architectures of models for late interaction; the `model_type` and rules of each."""
 LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 """Older checkpoints have no `text_config`."""
 
@@ -133,3 +138,17 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         multimodal="toolkit_lm_vision.florence2_rules:Florence2PictureRules",
         encoder_decoder="toolkit_lm_vision.florence2_rules:Florence2Rules",
     )
+    for architecture, (model_type, rules) in RETRIEVAL.items():
+        models.add(
+            architecture,
+            f"toolkit_lm_vision.retrieval:{architecture}",
+            runner="pooling",
+            model_type=model_type,
+            length_keys=tuple(f"vlm_config.{key}" for key in LENGTH_KEYS),
+            multimodal=f"toolkit_lm_vision.{rules}",
+        )
+
+
+@hookimpl
+def toolkit_register_pooling_profiles(profiles: PoolingProfileRegistry) -> None:
+    profiles.add("retrieval", "toolkit_lm_vision.retrieval_rules:read_profile")

@@ -17,7 +17,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.prompts import Prompt, TextPair, listed
+from toolkit_lm.prompts import Prompt, Scored, TextPair, listed
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
@@ -114,8 +114,8 @@ class PoolingMixin(ABC):
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Scored | Sequence[Scored],
+        data_2: Scored | Sequence[Scored],
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[PoolingRequestOutput]:
@@ -135,8 +135,8 @@ class PoolingMixin(ABC):
 
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: Scored,
+        documents: Sequence[Scored],
         top_n: int | None = None,
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
@@ -146,11 +146,11 @@ class PoolingMixin(ABC):
         self._check_names(self.rerank, options, ScoreOptions)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
-        if not isinstance(query, str):
+        if not isinstance(query, str | Mapping):
             raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
         scoring = self.engine.processor.pooling.scoring(query, documents, ("query", "documents"))
         scores = self._score(scoring, pooling_params, options)
-        texts = [documents] if isinstance(documents, str) else documents
+        texts = [documents] if isinstance(documents, str | Mapping) else documents
         results = [
             RerankResult(index, output.outputs.score, text, output.error)
             for index, (output, text) in enumerate(zip(scores, texts, strict=True))

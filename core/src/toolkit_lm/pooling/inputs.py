@@ -11,7 +11,7 @@ from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.prompts import Prompt, TextPair
+from toolkit_lm.prompts import Prompt, Scored, TextPair
 from toolkit_lm.renderer import RenderedText
 
 
@@ -73,8 +73,8 @@ class PoolingInputs(ABC):
     @abstractmethod
     def scoring(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: Scored | Sequence[Scored],
+        documents: Scored | Sequence[Scored],
         tasks: Collection[Task],
         fields: tuple[str, str],
     ) -> Scoring:

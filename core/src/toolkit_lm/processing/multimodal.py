@@ -9,7 +9,7 @@ from hashlib import sha256
 from msgspec import structs
 
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import CacheKey, MultiModalFeatureSpec
+from toolkit_lm.messages import CacheKey, EngineRequest, MultiModalFeatureSpec
 from toolkit_lm.renderer import MultiModalRules, Renderer, Replacement
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 
@@ -94,6 +94,20 @@ def cache_keys(features: Sequence[MultiModalFeatureSpec]) -> list[CacheKey]:
         CacheKey(feature.mm_position.offset, feature.mm_position.end, f"mm {feature.mm_identifier}")
         for feature in features
     ]
+
+
+def add_features(
+    message: EngineRequest,
+    features: list[MultiModalFeatureSpec],
+    token_ids: Sequence[int],
+    rules: MultiModalRules | None,
+) -> None:
+    """Adds the items of a prompt, which are checked, to its request."""
+    message.features = features
+    message.cache_keys += cache_keys(features)
+    if features and rules is not None and rules.whole_prompts:
+        message.whole_prompt = True
+        message.cache_keys.append(prompt_key(token_ids, features))
 
 
 def prompt_key(token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]) -> CacheKey:

@@ -14,11 +14,13 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.limits import RequestLimits
+from toolkit_lm.processing.multimodal import add_features, check_features
 from toolkit_lm.processing.parts import RequestParts
+from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import check_options, check_token_ids
-from toolkit_lm.prompts import Prompt, TextPair, check_count
-from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.prompts import Prompt, Scored, TextPair, check_count
+from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 
 _NO_INPUTS = "no loaded plugin reads the texts of pooling requests."
 _NO_SAMPLING = SamplingParams()
@@ -44,6 +46,8 @@ class PoolingProcessor:
         """`config` is resolved. `limits` must be set before the first request. `make_request`:
         makes one from an id, token ids, sampling parameters and options, which it checks."""
         self._texts = _pooling_inputs(config, renderer, plugins)
+        self._renderer = renderer
+        self._boundary = plugins.boundary
         self._parts = parts
         self._vocab_size = vocab_size
         self._make_request = make_request
@@ -108,8 +112,8 @@ class PoolingProcessor:
 
     def scoring(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: Scored | Sequence[Scored],
+        documents: Scored | Sequence[Scored],
         fields: tuple[str, str] = ("queries", "documents"),
     ) -> Scoring:
         """Pairs one query with all documents, or one query with each. `fields` are the names of the
@@ -126,6 +130,13 @@ class PoolingProcessor:
         options: RequestOptions,
     ) -> PreparedRequest:
         check_token_ids(rendered.token_ids, self._vocab_size)
+        features = []
+        if rendered.features or self._renderer.rules is not None:
+            # Items are sent whole, also those that the engine holds: nothing pins them here.
+            made = Rendered(rendered.token_ids, rendered.features)
+            features = PinnedRendering(lambda: made, options.get("cache_salt"))().features or []
+            with self._boundary:
+                check_features(features, rendered.token_ids, self._renderer, {})
         if params.step_tag_id is not None:
             check_token_ids([params.step_tag_id], self._vocab_size, "step_tag_id")
         message = self._make_request(request_id, rendered.token_ids, _NO_SAMPLING, options)
@@ -135,6 +146,7 @@ class PoolingProcessor:
             pooling_start=rendered.pooling_start if params.task == "embed" else 0,
             num_attended=rendered.num_attended,
         )
+        add_features(message, features, rendered.token_ids, self._renderer.rules)
         rules = self._limits.rules(params.task)
         message.chunkable = rules.chunkable
         message.reads_prefix_cache = rules.reads_prefix_cache

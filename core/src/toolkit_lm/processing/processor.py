@@ -19,7 +19,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.bad_words import BadWordRules
 from toolkit_lm.processing.encoder_decoder import inputs_by_rules, load_rules
 from toolkit_lm.processing.limits import RequestLimits
-from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features, prompt_key
+from toolkit_lm.processing.multimodal import add_features, check_features, cut_features
 from toolkit_lm.processing.parts import RequestParts
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.pooling_processor import PoolingProcessor
@@ -291,18 +291,13 @@ class Processor:
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
         message.inputs = inputs
-        message.features = features
         if inputs.logits_processors or inputs.model_arguments:
             arguments = {**inputs.logits_processors, **inputs.model_arguments}
             # A part reports errors of its arguments itself.
             for name in self.parts.by_name:
                 arguments.pop(name, None)
             message.cache_keys += self._keys_of(arguments)
-        if features:
-            message.cache_keys += cache_keys(features)
-            if self.renderer.rules is not None and self.renderer.rules.whole_prompts:
-                message.whole_prompt = True
-                message.cache_keys.append(prompt_key(token_ids, features))
+        add_features(message, features, token_ids, self.renderer.rules)
         if rendered.encoder is not None:
             check_token_ids(rendered.encoder.token_ids, self._vocab_size)
             message.encoder = rendered.encoder

@@ -58,6 +58,8 @@ class RenderedText(NamedTuple):
     prompt, if that is left out."""
     num_attended: int | None = None
     """Number of first tokens that attention sees; None: all."""
+    features: list[MultiModalFeatureSpec] | None = None
+    """Multimodal items among the tokens, by offset."""
 
 
 class DecodeStream(ABC):

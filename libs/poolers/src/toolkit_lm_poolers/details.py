@@ -100,6 +100,9 @@ class RoleProfile(Struct, frozen=True, kw_only=True):
 
     prompt: str = ""
     """Goes before each text, the marker included."""
+    suffix: str = ""
+    """Goes after each text, which then gets no special tokens of the tokenizer's own: prompt and
+    suffix have them."""
     marker: Marker | None = None
     max_tokens: int | None = None
     """Tokens after which a text is truncated, marker and special tokens included. None: the role
@@ -130,6 +133,9 @@ class PoolingDetails(Struct, frozen=True, kw_only=True):
     default_prompt_name: str | None = None
     roles: dict[str, RoleProfile] = field(default_factory=dict)
     """"query" and "document" of a model that treats them differently; {} for others."""
+    picture: str | None = None
+    """Text, with a placeholder, in which a picture without text of its own is read. None: pictures
+    need texts."""
     pooling: Pooling | None = None
     splade: Splade | None = None
     """Pooling in the place of `pooling`, of a masked language model's logits."""

@@ -324,6 +324,7 @@ class BudgetedLLM(BudgetedModel):
             size=max((limits.rules(task).size or 1 for task in tasks), default=1),
             per_token=any(task.startswith("token_") for task in tasks),
             max_model_len=self._engine.config.max_model_len,
+            measure=self._measure,
             at_once=self._at_once,
         )
 

@@ -101,6 +101,7 @@ def pooling_cost(
     size: int,
     per_token: bool,
     max_model_len: int,
+    measure: Measure | None = None,
     at_once: AtOnce | None = None,
 ) -> Cost:
     """Returns the cost of prompts of one call that are pooled.
@@ -115,8 +116,14 @@ def pooling_cost(
     }
     sizes = [_size(text) for text in distinct.values()]
     lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
+    # A picture has up to as many tokens as a prompt may have.
+    lengths = [
+        max_model_len if _reads_media(prompt) else length
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
     return {
+        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _reads_media(prompt)),
         "text": sum(sizes) * (_CHARACTER + _ENTRY)
         + _tokenizing(list(distinct.values()), sizes, at_once),
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
@@ -179,6 +186,8 @@ def _size(prompt: object) -> int:
         return sum(map(_size, prompt))
     if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
         return _size(prompt["encoder_prompt"]) + _size(prompt.get("decoder_prompt") or "")
+    if isinstance(prompt, Mapping) and "content" in prompt:
+        return _message_size(prompt)
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
         prompt = prompt["prompt_token_ids"]
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
@@ -195,6 +204,13 @@ def _may_hold_media(prompt: object) -> bool:
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], list):
         return any(map(_has_parts, prompt[0]))
     return isinstance(prompt, Mapping)
+
+
+def _reads_media(prompt: object) -> bool:
+    """Whether a prompt to pool has media that are read, or are read already."""
+    return isinstance(prompt, Mapping) and any(
+        name in prompt for name in ("content", "multi_modal_data", "features")
+    )
 
 
 def _has_parts(message: object) -> bool:

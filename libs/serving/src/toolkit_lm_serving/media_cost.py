@@ -51,6 +51,8 @@ def is_item(part: object) -> bool:
 
 def _parts(prompt: object) -> tuple[Iterator[Mapping[str, Any]], object]:
     """The items as content parts, and the options of their processor."""
+    if isinstance(prompt, Mapping) and "content" in prompt:
+        return items_of(prompt), None
     if isinstance(prompt, Mapping):
         data: Mapping[str, Any] = prompt.get("multi_modal_data") or {}
         listed = (

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 _HEAD_NAMES = ("lm_head", "embed_out", "output")
 """Usual names of heads that are plain linear layers."""
+_PART = "language_model"
+"""Name of the decoder in models that see or hear: a Model, which loads its weights itself."""
+_OF_DECODER = re.compile(rf"^(model\.{_PART}\.|{_PART}\.model\.|{_PART}\.|model\.)")
 SCORE = "score."
 """Prefix of the names of a classifier's weights."""
 
@@ -31,10 +34,14 @@ class Converted(Model):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         _check_direction(self, self.original.__name__)
+        self.is_composed = isinstance(getattr(self, _PART, None), Model)
+        """The decoder is a part, beside an encoder of media."""
         self.head_name = _find_head(self, self.original.__name__)
         self.has_head = not isinstance(self.get_submodule(self.head_name), Absent)
         """False on all ranks of a pipeline but the last, which pools."""
-        self.head_weights = _names_of_head(self, self.head_name)
+        self.head_weights = frozenset(
+            self._key(name) for name in _names_of_head(self, self.head_name)
+        )
         self.head_has_bias = getattr(self.get_submodule(self.head_name), "bias", None) is not None
         owner, _, name = self.head_name.rpartition(".")
         setattr(self.get_submodule(owner), name, Absent())
@@ -56,7 +63,7 @@ class Converted(Model):
     def _body(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights of all but head and classifier, under the names that the language model's
         class knows."""
-        head = f"{self.head_name}."
+        head = self._key(f"{self.head_name}.")
         tied = next((name for name in self.head_weights if not name.startswith(head)), None)
         stand_in = None
         embedding = None
@@ -66,7 +73,7 @@ class Converted(Model):
                 self.load_score(stored.removeprefix(SCORE), tensor)
                 continue
             name = self._full_name(stored)
-            final = self._renamed(name)
+            final = self._key(self._renamed(name))
             seen.add(final)
             if final == tied:
                 embedding = tensor
@@ -80,17 +87,24 @@ class Converted(Model):
             self.load_head("weight", embedding)
         if tied is not None and tied not in seen and stand_in is not None:
             # The checkpoint holds only the head of a tied pair.
-            yield tied, stand_in
+            yield f"model.{_PART}.{tied}" if self.is_composed else tied, stand_in
 
     def _full_name(self, name: str) -> str:
         """A checkpoint of the decoder alone lacks the decoder's own name: "layers.0..." is
         "model.layers.0..."."""
+        if self.is_composed:
+            lacks = re.match(rf"{_PART}\.(?!model\.|lm_head\.)", name)
+            return f"model.{name}" if lacks else name
         first = name.partition(".")[0]
         children = dict(self.named_children())
         owners = [
             owner for owner, child in children.items() if first in dict(child.named_children())
         ]
         return name if first in children or len(owners) != 1 else f"{owners[0]}.{name}"
+
+    def _key(self, name: str) -> str:
+        """A name without the decoder's, by which the checkpoint's names and the model's compare."""
+        return _OF_DECODER.sub("", name) if self.is_composed else name
 
     def _renamed(self, name: str) -> str:
         for pattern, replacement in self.renames:

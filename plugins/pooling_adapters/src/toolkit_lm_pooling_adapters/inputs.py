@@ -11,12 +11,13 @@ from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, neares
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
+from toolkit_lm.prompts import Prompt, Scored, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer
 from toolkit_lm_poolers.details import PoolingDetails, details_of
 from toolkit_lm_poolers.limits import check_params, matryoshka_dimensions
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
+from toolkit_lm_pooling_adapters.media import has_media, render_media
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
 from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
 from toolkit_lm_pooling_adapters.scoring import TextScoring
@@ -58,6 +59,8 @@ class PoolingInputProcessor(PoolingInputs):
         self.roles: dict[str, LateInteractionRole] = {}
         """Late interaction: by prompt name ("query", "document"), how such texts are read and
         compared."""
+        self._picture: str | None = None
+        """Text in which a picture without text of its own is read."""
         self._num_opening = 0
         """Special tokens with which each text begins, where a role has a marker."""
         self.averages = False
@@ -111,6 +114,7 @@ class PoolingInputProcessor(PoolingInputs):
                 for text in found.prompts.values()
                 if text
             }
+        self._picture = found.picture
         self._set_roles(found, config)
         if self.default_prompt_name is not None:
             # Queries and documents without a prompt of their own have none, as in
@@ -136,8 +140,8 @@ class PoolingInputProcessor(PoolingInputs):
 
     def scoring(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: Scored | Sequence[Scored],
+        documents: Scored | Sequence[Scored],
         tasks: Collection[Task],
         fields: tuple[str, str],
     ) -> TextScoring:
@@ -176,9 +180,9 @@ class PoolingInputProcessor(PoolingInputs):
         starts: list[int] = []
         roles: list[LateInteractionRole] = []
         for prompt, prefix in zip(prompts, prefixes, strict=True):
-            item = self._item(prompt, prefix)
+            item = self._item(prompt, prefix, most)
             if isinstance(item, RenderedText):
-                rendered.append(RenderedText(item.token_ids[:most]))
+                rendered.append(item)
             elif not isinstance(item, str) and self.pair_renderer is not None:
                 query, document = item
                 rendered.append(
@@ -209,15 +213,45 @@ class PoolingInputProcessor(PoolingInputs):
         for role in dict.fromkeys(roles):
             places = [place for place, known in enumerate(roles) if known == role]
             limit = role.text_tokens(most, self.max_tokens)
-            for place, text in zip(
-                places,
-                self.renderer.render_texts([texts[i] for i in places], max_tokens=limit),
-                strict=True,
-            ):
+            several = [texts[i] for i in places]
+            if role.profile.suffix:
+                found = self._ended(several, role.profile.suffix, limit)
+            else:
+                found = self.renderer.render_texts(several, max_tokens=limit)
+            for place, text in zip(places, found, strict=True):
                 rendered[place] = role.complete(text, self._num_opening)
         return [rendered[place] for place in range(len(texts))]
 
-    def _item(self, prompt: Any, prefix: PromptPrefix) -> str | TextPair | RenderedText:
+    def _ended(self, texts: list[Any], suffix: str, max_tokens: int | None) -> list[RenderedText]:
+        """Tokens of texts, each with `suffix` and without special tokens of the tokenizer's own. A
+        text that is too long is cut, and its suffix is not."""
+
+        def tokens(text: str) -> list[int]:
+            return self.renderer.render_prompt(text, add_special_tokens=False).token_ids
+
+        found = []
+        for text in texts:
+            token_ids = tokens(text + suffix) if text else []
+            if max_tokens is not None and len(token_ids) > max_tokens:
+                end = tokens(suffix)
+                if len(end) >= max_tokens:
+                    raise RequestError(
+                        f"{max_tokens} tokens leave no room for a text before the {len(end)} that "
+                        "end each: ask for more.",
+                        "truncate_prompt_tokens",
+                    )
+                token_ids = tokens(text)[: max_tokens - len(end)] + end
+            if not token_ids:
+                raise RequestError("the prompt is empty: give at least one token.", "input")
+            found.append(RenderedText(token_ids))
+        return found
+
+    def _item(
+        self, prompt: Any, prefix: PromptPrefix, most: int | None
+    ) -> str | TextPair | RenderedText:
+        if has_media(prompt):
+            text = self._lowered(prefix.text)
+            return render_media(prompt, self.renderer, text, self._picture, most)
         if isinstance(prompt, tuple):
             if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
                 raise RequestError("a pair must be two texts.", "input")
@@ -230,7 +264,7 @@ class PoolingInputProcessor(PoolingInputs):
                     "are: give a text, or no prompt_name.",
                     "prompt_name",
                 )
-            return RenderedText(self.renderer.render_prompt(parsed).token_ids)
+            return RenderedText(self.renderer.render_prompt(parsed).token_ids[:most])
         # An empty text is refused even where a prompt goes before it.
         return self._lowered(prefix.text + parsed["prompt"]) if parsed["prompt"] else ""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from toolkit_lm.config import PoolingTask, Task, way_to_serve
@@ -14,10 +14,11 @@ from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.prompts import TextPair
+from toolkit_lm.prompts import Scored
 from toolkit_lm.renderer import Renderer
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole
+from toolkit_lm_pooling_adapters.media import has_media
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
@@ -103,6 +104,10 @@ _TASKS: dict[ScoreKind, PoolingTask] = {
 _ROLES = ("query", "document")
 
 
+_ALONE = (str, Mapping)
+"""Types of what stands alone where a list may stand."""
+
+
 class ScoredTexts(Protocol):
     """How the texts of a model are read and compared. `PoolingInputProcessor` is one."""
 
@@ -129,8 +134,8 @@ class TextScoring(Scoring):
 
     def __init__(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: Scored | Sequence[Scored],
+        documents: Scored | Sequence[Scored],
         tasks: Collection[Task],
         texts: ScoredTexts,
         *,
@@ -150,11 +155,13 @@ class TextScoring(Scoring):
         self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)
-        self._pairs = pairs
+        if self.kind is ScoreKind.CROSS_ENCODER:
+            _check_texts(pairs, fields)
+        self._pairs: list[Any] = pairs
         self._texts = texts
         self._fields = fields
-        self._alone = isinstance(queries, str), isinstance(documents, str)
-        self.prompts: list[str | TextPair]
+        self._alone = isinstance(queries, _ALONE), isinstance(documents, _ALONE)
+        self.prompts: list[Any]
         """Prompts for the engine."""
         self.prompt_names: list[str | None]
         """The name of the checkpoint's prompt that goes before each."""
@@ -165,17 +172,20 @@ class TextScoring(Scoring):
             self.prompt_names = [None] * len(pairs)
             self.names = [self._name(1, number) for number in range(len(pairs))]
             return
-        first: dict[tuple[int, str], str] = {}
+        first: dict[tuple[int, object], tuple[Scored, str]] = {}
         for number, pair in enumerate(pairs):
             for role in (0, 1):
-                first.setdefault((role, pair[role]), self._name(role, number))
+                read = pair[role], self._name(role, number)
+                first.setdefault((role, _key(pair[role])), read)
         places = {key: place for place, key in enumerate(first)}
-        self._places = [(places[0, query], places[1, document]) for query, document in pairs]
-        self.prompts = [text for _, text in first]
+        self._places = [
+            (places[0, _key(query)], places[1, _key(document)]) for query, document in pairs
+        ]
+        self.prompts = [prompt for prompt, _ in first.values()]
         self.prompt_names = [
             _ROLES[role] if _ROLES[role] in texts.prompts else None for role, _ in first
         ]
-        self.names = list(first.values())
+        self.names = [name for _, name in first.values()]
 
     def _name(self, role: int, number: int) -> str:
         return self._fields[role] if self._alone[role] else f"{self._fields[role]}[{number}]"
@@ -263,8 +273,10 @@ class TextScoring(Scoring):
 
 
 def _pairs(
-    queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]
-) -> list[TextPair]:
+    queries: Scored | Sequence[Scored],
+    documents: Scored | Sequence[Scored],
+    fields: tuple[str, str],
+) -> list[tuple[Scored, Scored]]:
     queries, documents = _texts(queries, fields[0]), _texts(documents, fields[1])
     if len(queries) == 1:
         queries = queries * len(documents)
@@ -276,9 +288,32 @@ def _pairs(
     return list(zip(queries, documents, strict=True))
 
 
-def _texts(texts: str | Sequence[str], param: str) -> list[str]:
-    if isinstance(texts, str):
-        return [texts]
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{param} must be a text, or a list of texts.", param)
+def _texts(texts: Any, param: str) -> list[Scored]:
+    if isinstance(texts, _ALONE):
+        texts = [texts]
+    if not isinstance(texts, list | tuple) or not all(
+        isinstance(text, str) or has_media(text) for text in texts
+    ):
+        raise RequestError(
+            f"{param} must be a text, a prompt with media ('multi_modal_data' or 'content'), or a "
+            "list of these.",
+            param,
+        )
     return list(texts)
+
+
+def _check_texts(pairs: Sequence[tuple[Scored, Scored]], fields: tuple[str, str]) -> None:
+    """Raises RequestError for a pair that is not of two texts."""
+    for pair in pairs:
+        for text, field in zip(pair, fields, strict=True):
+            if not isinstance(text, str):
+                raise RequestError(
+                    f"{field}: this model reads pairs of texts. Models that compare images with "
+                    "texts have vectors of them: see token_embed and embed.",
+                    field,
+                )
+
+
+def _key(prompt: Scored) -> object:
+    """Equal prompts have equal keys, apart from those with media."""
+    return prompt if isinstance(prompt, str) else id(prompt)

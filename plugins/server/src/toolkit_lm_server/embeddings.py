@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
@@ -217,23 +216,38 @@ class Embeddings:
         self, engine: ServingEngine, body: InputBody, request: Request, params: PoolingParams
     ) -> list[PoolingRequestOutput]:
         body.check_input()
-        if body.messages is not None:
-            prompts, names = Inputs(
-                [await self._rendered(engine, body.messages, body.render_options(), request)],
-                ["messages"],
-            )
-        else:
+        if body.messages is None:
             prompts, names = read_inputs(body.input, self._options.max_inputs)
             if body.add_special_tokens is False:
                 prompts = await self._bare(engine, body, prompts, request)
+            return await self._pooled(engine, body, request, params, Inputs(prompts, names))
+        options = body.render_options()
+        context = {"context": request_context(request)}
+        # Images and other media take memory until they are computed.
+        with engine.hold_rendering([(body.messages, options)], context):
+            rendered = await engine.renderer.render_conversation_async(body.messages, **options)
+            prompt = TokensPrompt(prompt_token_ids=rendered.token_ids)
+            if rendered.features:
+                prompt["features"] = rendered.features
+            inputs = Inputs([prompt], ["messages"])
+            return await self._pooled(engine, body, request, params, inputs)
+
+    async def _pooled(
+        self,
+        engine: ServingEngine,
+        body: InputBody,
+        request: Request,
+        params: PoolingParams,
+        inputs: Inputs,
+    ) -> list[PoolingRequestOutput]:
         try:
             return await pool(
                 engine,
                 body,
                 request,
-                prompts,
+                inputs.prompts,
                 params,
-                names=names,
+                names=inputs.names,
                 prompt_name=body.prompt_name,
                 truncate_prompt_tokens=body.truncate_prompt_tokens,
             )
@@ -261,22 +275,6 @@ class Embeddings:
             for index, rendered_text in zip(texts, rendered, strict=True)
         }
         return [bare.get(index, prompt) for index, prompt in enumerate(prompts)]
-
-    async def _rendered(
-        self,
-        engine: ServingEngine,
-        messages: Sequence[dict[str, Any]],
-        options: dict[str, Any],
-        request: Request,
-    ) -> TokensPrompt:
-        """Tokens of a conversation."""
-        with engine.hold_rendering([(messages, options)], {"context": request_context(request)}):
-            rendered = await engine.renderer.render_conversation_async(messages, **options)
-        if rendered.features:
-            raise RequestError(
-                "images and other media are not supported by pooling tasks.", "messages"
-            )
-        return TokensPrompt(prompt_token_ids=rendered.token_ids)
 
 
 def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:

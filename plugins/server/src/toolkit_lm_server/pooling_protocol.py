@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import Field, SkipValidation, WithJsonSchema
 from toolkit_lm.config import POOLING_TASKS
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
-from toolkit_lm.prompts import Prompt, TokensPrompt
+from toolkit_lm.prompts import Prompt, Scored, TokensPrompt
 
 from toolkit_lm_server.errors import missing
 from toolkit_lm_server.fields import Items
@@ -23,11 +23,19 @@ BytesFormat = Literal["bytes", "bytes_only"]
 """Formats of answers that are not JSON. "bytes" has a header that describes the body."""
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-AnyInput = Annotated[str | list[int] | list[str | list[int]], SkipValidation]
+Media = dict[str, Any]
+"""{"text": text}; {"image": URL}; or {"content": [parts of a message]}."""
+AnyInput = Annotated[str | Media | list[int] | list[str | list[int] | Media], SkipValidation]
 """Inputs that `read_inputs` checks. Its errors name the wrong one."""
+_FORMS = (
+    'must be a text, {"text": text}, {"image": URL} or {"content": [parts of a message]}, each '
+    "alone."
+)
 _SPARSE_TASKS = ("embed", "token_classify")
-Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
+Texts = Annotated[str | list[str | Media], SkipValidation]
 """Texts that `read_texts` checks."""
+Documents = Annotated[str | Media | list[str | Media], SkipValidation]
+"""Texts and prompts with media that `read_documents` checks."""
 
 
 class Inputs(NamedTuple):
@@ -54,7 +62,8 @@ class InputBody(PoolingBody, RenderBody):
     prompt."""
 
     input: AnyInput | None = None
-    """The inputs: a text, a list of token ids, or a list of both."""
+    """The inputs: a text, a list of token ids, {"image": URL} or {"content": [parts of a message]};
+    or a list of these."""
     messages: Items[AnyMessage] | None = None
     """A conversation, in place of inputs."""
     prompt_name: str | None = None
@@ -166,36 +175,36 @@ class ScoreBody(PoolingBody):
     verdicts = {**POOLING, **ACTIVATION}
     model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
 
-    queries: Texts | None = None
+    queries: Documents | None = None
     """The text, or the texts, of the first side."""
-    text_1: Texts | None = None
+    text_1: Documents | None = None
     """Another name of queries."""
-    data_1: Texts | None = None
+    data_1: Documents | None = None
     """Another name of queries."""
-    documents: Texts | None = None
+    documents: Documents | None = None
     """The text, or the texts, of the second side."""
-    text_2: Texts | None = None
+    text_2: Documents | None = None
     """Another name of documents."""
-    data_2: Texts | None = None
+    data_2: Documents | None = None
     """Another name of documents."""
-    items: Texts | None = None
+    items: Documents | None = None
     """Another name of documents."""
     instruction: str | None = None
     """An instruction for models that take one."""
     use_activation: bool | None = None
     """Outputs go through softmax or sigmoid. null: as the model's config says."""
 
-    def texts(self, most: int) -> dict[str, str | list[str]]:
+    def texts(self, most: int) -> dict[str, Scored | list[Scored]]:
         """Queries and documents, in this order, by the names that the body gives them. Raises
         RequestError."""
-        sides: dict[str, str | list[str]] = {}
+        sides: dict[str, Scored | list[Scored]] = {}
         for names in (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")):
             present = [name for name in names if getattr(self, name) is not None]
             if len(present) != 1:
                 raise RequestError(f"Give one of {', '.join(map(repr, names))}.", names[0])
             value = getattr(self, present[0])
             sides[present[0]] = (
-                value if isinstance(value, str) else read_texts(value, present[0], most)
+                value if isinstance(value, str) else read_documents(value, present[0], most)
             )
         return sides
 
@@ -208,8 +217,9 @@ class RerankBody(PoolingBody):
 
     query: str
     """The text that documents are compared with."""
-    documents: Texts
-    """The documents, at least one."""
+    documents: Documents
+    """The documents, at least one: texts, {"text": text}, {"image": URL}, or {"content": [parts of
+    a message]}."""
     top_n: Annotated[int, Field(ge=1)] | None = None
     """Most documents in the answer. null: all."""
     return_documents: bool = True
@@ -280,8 +290,8 @@ class CohereEmbedBody(EngineBody):
 def read_inputs(value: Any, most: int) -> Inputs:
     """The inputs in `value`: one text, one list of token ids, or a list of both. Raises
     RequestError."""
-    if isinstance(value, str):
-        return Inputs([value], ["input"])
+    if isinstance(value, str | dict):
+        return Inputs([_input(value, "input")], ["input"])
     _check_list(value, "input", most=None)
     if all(type(item) is int for item in value):
         return Inputs([TokensPrompt(prompt_token_ids=value)], ["input"])
@@ -301,6 +311,9 @@ def _input(item: Any, name: str) -> Prompt:
     """One of several inputs."""
     if isinstance(item, str):
         return item
+    if isinstance(item, dict):
+        media: Any = _media(item, name, "input")
+        return cast(Prompt, media)
     if not isinstance(item, list):
         raise RequestError(
             f"{name} is of another kind: it must be a text, or a list of token ids.", "input"
@@ -323,6 +336,38 @@ def read_texts(value: Any, name: str, most: int) -> list[str]:
         if not isinstance(text, str):
             raise RequestError(f'{name}[{index}] must be a text, or {{"text": text}}.', name)
     return texts
+
+
+def read_documents(value: Any, name: str, most: int) -> list[Scored]:
+    """The texts in `value`, and prompts with media: one, or a list of them. Raises RequestError."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, str):
+        return [value]
+    _check_list(value, name, most)
+    found: list[Scored] = []
+    for index, item in enumerate(value):
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            found.append(_media(item, f"{name}[{index}]", name))
+        else:
+            raise RequestError(f"{name}[{index}] {_FORMS}", name)
+    return found
+
+
+def _media(item: Media, label: str, param: str) -> Scored:
+    """A text, or a prompt with media, that a mapping stands for. Raises RequestError."""
+    match item:
+        case {"text": str(text)} if len(item) == 1:
+            return text
+        case {"image": str(url)} if len(item) == 1:
+            return {"content": [{"type": "image_url", "image_url": {"url": url}}]}
+        case {"content": str(text)} if len(item) == 1:
+            return text
+        case {"content": list(parts)} if len(item) == 1 and parts:
+            return {"content": parts}
+    raise RequestError(f"{label} {_FORMS}", param)
 
 
 def _check_list(value: Any, name: str, most: int | None) -> None:

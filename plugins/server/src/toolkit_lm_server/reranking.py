@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import Scored
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage
-from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
+from toolkit_lm_server.pooling_protocol import (
+    CohereRerankBody,
+    RerankBody,
+    ScoreBody,
+    read_documents,
+)
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -46,17 +53,20 @@ class Reranking:
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """Ranks documents by how well they fit the query, best first."""
         engine = self._engines[body.model]
-        documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
+        documents = cut = read_documents(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
-            with engine.hold_rendering(documents, {"context": request_context(request)}):
-                texts = await asyncio.to_thread(_cut, engine, documents, body.max_tokens_per_doc)
+            texts = [document for document in documents if isinstance(document, str)]
+            with engine.hold_rendering(texts, {"context": request_context(request)}):
+                texts = await asyncio.to_thread(_cut, engine, texts, body.max_tokens_per_doc)
+            some = iter(texts)
+            cut = [next(some) if isinstance(item, str) else item for item in documents]
         scores, outputs = await self.scored(
-            engine, body, request, {"query": body.query, "documents": texts}
+            engine, body, request, {"query": body.query, "documents": cut}
         )
         results = []
         for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-            if body.return_documents:
+            if body.return_documents and isinstance(documents[index], str):
                 result["document"] = {"text": documents[index]}
             results.append(result)
         start = head(engine, "rerank")
@@ -80,7 +90,7 @@ class Reranking:
         engine: ServingEngine,
         body: ScoreBody | RerankBody,
         request: Request,
-        sides: dict[str, str | list[str]],
+        sides: Mapping[str, Scored | Sequence[Scored]],
     ) -> tuple[list[float], list[PoolingRequestOutput]]:
         """The scores of all pairs, and their outputs. `sides`: queries and documents, by their
         fields."""

@@ -1,0 +1,111 @@
+"""Prompt rules of ColPali and ColQwen2, and how their processors read pictures and queries. Imports
+no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from toolkit_lm.config import PoolingProfile, VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HFConfig
+from toolkit_lm_poolers.details import PoolingDetails, RoleProfile
+
+from toolkit_lm_vision.paligemma_rules import PaliGemmaRules
+from toolkit_lm_vision.qwen2_vl_rules import Qwen2VLRules
+
+_AUGMENTED = 10
+"""Tokens that follow a query: the processors' query_augmentation_token."""
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+class ColPaliRules(PaliGemmaRules):
+    """Rules of PaliGemma."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(language_and_vision(config))
+
+
+class ColQwen2Rules(Qwen2VLRules):
+    """Rules of Qwen2-VL for pictures."""
+
+    modalities = ("image",)
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(language_and_vision(config))
+
+
+def language_and_vision(config: VllmConfig) -> VllmConfig:
+    """The config of the language model that sees, which stands in config.json as `vlm_config`."""
+    assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    hf_config: dict[str, Any] = HFConfig(config.hf_config).require("vlm_config", dict)
+    return config.with_checkpoint(msgspec.structs.replace(config.checkpoint, hf_config=hf_config))
+
+
+def read_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
+    """How the processor of ColPali or ColQwen2 reads a query and a picture; None for another model.
+
+    Source: processing_colpali.py and processing_colqwen2.py of transformers. Raises
+    CheckpointError.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in ("colpali", "colqwen2"):
+        return None
+    settings: dict[str, Any] = {}
+    for name in _FILES:
+        settings = {**_json(folder / name), **settings}
+    pad = _token(tokenizer, "pad_token")
+    if kind == "colpali":
+        begin = _token(tokenizer, "bos_token")
+        prefix = begin + _text(settings, "query_prefix", "Question: ")
+        described = _text(settings, "visual_prompt_prefix", "Describe the image.")
+        picture = f"<image>{begin}{described}\n"
+    else:
+        prefix = _text(settings, "query_prefix", "Query: ")
+        picture = _text(
+            settings,
+            "visual_prompt_prefix",
+            "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
+            "<|im_end|><|endoftext|>",
+        )
+    role = RoleProfile(prompt=prefix, suffix=f"{pad * _AUGMENTED}\n")
+    return PoolingDetails(
+        folder=str(folder),
+        is_complete=True,
+        roles={"query": role, "document": role},
+        similarity="maxsim",
+        picture=picture,
+    ).as_profile()
+
+
+def _text(settings: dict[str, Any], name: str, default: str) -> str:
+    return HFConfig(settings).get(name, str) or default
+
+
+def _token(folder: Path, name: str) -> str:
+    """Text of a special token. Raises CheckpointError where the tokenizer states none."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        found = _json(folder / file).get(name)
+        if isinstance(found, dict):
+            found = found.get("content")
+        if isinstance(found, str):
+            return found
+    raise CheckpointError(
+        f"{str(folder / 'tokenizer_config.json')!r} states no {name!r}, which queries and pictures "
+        "are read with."
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Values of a JSON file; {} where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{str(file)!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(file)!r} must hold a JSON object.")
+    return found
