@@ -34,6 +34,8 @@ ON_LOGITS_ALONE = {
     "structured_outputs",
     "trace_replay",
     "vllm_processors",
+    "hidden_states",
+    "routed_experts",
 }
 
 

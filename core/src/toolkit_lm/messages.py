@@ -279,6 +279,8 @@ class EngineOutput(Struct, kw_only=True):
     """Sampler state to restore if the sequence resumes on another engine."""
     weight_version: str = ""
     """Version of the weights that sampled the tokens; empty: those of the checkpoint."""
+    arrays: dict[str, Array] = field(default_factory=dict)
+    """Arrays of a sequence that has ended, by name: `Sequence.arrays`."""
 
 
 class EngineOutputs(Struct, kw_only=True):

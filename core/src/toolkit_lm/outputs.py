@@ -53,6 +53,16 @@ class CompletionOutput:
     """The stop text or stop token id that ended the sequence; None for end-of-sequence tokens."""
     weight_versions: list[WeightVersionSpan] | None = None
     """Versions of the weights that sampled a finished sequence. None: it has not ended."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of plugins' parts for a finished sequence, read-only, by name. Each is an attribute,
+    too."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> np.ndarray:
+            if name != "arrays" and name in self.arrays:
+                return self.arrays[name]
+            raise AttributeError(f"a CompletionOutput has no {name!r}", name=name, obj=self)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

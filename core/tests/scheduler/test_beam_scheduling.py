@@ -14,7 +14,7 @@ from toolkit_lm.messages import Candidates, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam import Beam, Hypothesis
-from toolkit_lm.scheduler.request import RequestRules
+from toolkit_lm.scheduler.rules import RequestRules
 
 MAX_MODEL_LEN = 20
 GROUPS = [

@@ -18,8 +18,8 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.request import RequestRules
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy, load_policy, priority
+from toolkit_lm.scheduler.rules import RequestRules
 
 
 def make_request(

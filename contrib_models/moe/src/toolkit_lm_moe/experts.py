@@ -18,6 +18,7 @@ from toolkit_lm.model import (
     Absent,
     Epilogue,
     GroupedProduct,
+    HFConfig,
     LinearBase,
     LinearMethod,
     LinearSpec,
@@ -35,6 +36,8 @@ from torch.nn import functional as F
 
 _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
 PROJECTIONS = ("gate_up_proj", "down_proj")
+_NUMBERS_OF_CHOICES = ("num_experts_per_tok", "top_k_experts")
+"""Keys of config.json that state to how many experts a token goes."""
 _ALIGNMENT = 16
 """Bytes. The grouped product takes only rows whose length is a multiple of it."""
 
@@ -82,6 +85,11 @@ def divide_experts(num_experts: int, parallel: ParallelConfig, subject: str) -> 
             f"over tensor_parallel_size={ranks}, as each rank holds one at least."
         )
     return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
+
+
+def _top_k(config: HFConfig) -> int:
+    """To how many experts a token goes."""
+    return next((k for key in _NUMBERS_OF_CHOICES if (k := config.get(key, int)) is not None), 1)
 
 
 GatedUnit = Callable[[Tensor], Tensor]
@@ -161,6 +169,8 @@ class RoutedExperts(Bypassable):
     not asked for yet, as weights must be loaded first."""
     _methods: tuple[LinearMethod, ...] = ()
     """The methods that they were made of. A method may be wrapped later."""
+    _choices: Tensor | None = None
+    """Where the experts of a step's tokens are kept, if anything reads them."""
 
     def __init__(
         self,
@@ -183,9 +193,10 @@ class RoutedExperts(Bypassable):
         self.gated = gated
         self.has_bias = bias
         self.num_experts = num_experts
+        self.top_k = _top_k(HFConfig(vllm_config.hf_config))
         self.parallel = vllm_config.parallel
-        get_activation(activation)
         self.activation = activation
+        get_activation(activation)
         if self.parallel.enable_expert_parallel:
             self.held = divide_experts(num_experts, self.parallel, prefix)
             inner = Shard.whole(inner_size)
@@ -204,11 +215,11 @@ class RoutedExperts(Bypassable):
                 dtype=dtype,
             )
 
-        outputs = (inner, inner) if gated else (inner,)
+        outs = (inner,) * (1 + gated)
 
         def expert(i: int) -> _Expert:
             gate_up = _GatedLinear(
-                spec(f"{i}.gate_up_proj", hidden, outputs), activation, bias=bias, unit=unit
+                spec(f"{i}.gate_up_proj", hidden, outs), activation, bias=bias, unit=unit
             )
             return _Expert(
                 gate_up, _DownLinear(spec(f"{i}.down_proj", inner, (hidden,)), bias=bias)
@@ -216,10 +227,9 @@ class RoutedExperts(Bypassable):
 
         for i in range(num_experts):
             self.add_module(str(i), expert(i) if i in self.held else Absent())
-        is_aligned = all(
-            size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size)
-        )
-        # torch's grouped product is a loop on the CPU, and slower than one over packed weights.
+        row_bytes = (size * dtype.itemsize for size in (hidden_size, inner.size))
+        is_aligned = all(size % _ALIGNMENT == 0 for size in row_bytes)
+        # torch's grouped product loops on the CPU, slower than one over packed weights.
         on_cpu = torch.get_default_device().type == "cpu"
         self.stacked = None if on_cpu or not is_aligned else self.stack()
 
@@ -247,8 +257,16 @@ class RoutedExperts(Bypassable):
             summed = self.compute(x, experts, weights)
         return tensor_parallel_group(self.parallel).all_reduce(summed)
 
+    def record_choices(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Has each pass write the experts of its T tokens to the beginning of a buffer
+        [num_tokens, K] (int16), which is returned. For routing replay."""
+        self._choices = torch.zeros(num_tokens, self.top_k, dtype=torch.int16, device=device)
+        return self._choices
+
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Computes `forward` for this rank's share of the inner dimensions or of the experts."""
+        if self._choices is not None:
+            self._choices[: len(experts)] = experts
         divided = len(self.held) < self.num_experts
         # Counted from the first that is held: rows of experts held elsewhere come last, and how
         # many they are need not be known.

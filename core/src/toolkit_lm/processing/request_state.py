@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -23,6 +24,9 @@ from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.sequence_text import SequenceText
 from toolkit_lm.processing.stop import StopTexts
 from toolkit_lm.renderer import Renderer, prompt_end
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class SequenceState:
@@ -42,6 +46,7 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.versions: list[WeightVersionSpan] = []
+        self.arrays: Mapping[str, np.ndarray] = {}
         self._taken = (0, 0, False)
         """Output that the caller has: pieces of text, tokens, and whether it has the end."""
 
@@ -88,6 +93,7 @@ class SequenceState:
             self.finish_reason,
             self.stop_reason,
             self.versions if self.finish_reason else None,
+            self.arrays,
         )
 
 
@@ -153,6 +159,7 @@ class RequestState:
         sequence.add_tokens(output.token_ids, output.weight_version)
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
+        sequence.arrays = {name: array.to_numpy() for name, array in output.arrays.items()}
         if output.score is not None:
             sequence.cumulative_logprob = output.cumulative_logprob
             sequence.score = output.score

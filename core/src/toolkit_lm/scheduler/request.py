@@ -26,6 +26,7 @@ from toolkit_lm.messages import (
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
 from toolkit_lm.scheduler.encoder import Encoder, over_prompt
+from toolkit_lm.scheduler.rules import RequestRules
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -39,6 +40,7 @@ class Sequence:
 
     __slots__ = (
         "_hashes",
+        "arrays",
         "candidates",
         "drafts",
         "finish_reason",
@@ -74,6 +76,9 @@ class Sequence:
         """Block hashes of the sequence. None until it has a full block."""
         self.logprob = 0.0
         """Sum of the log probabilities of a beam's output."""
+        self.arrays: dict[str, Callable[[Sequence], Array]] = {}
+        """Arrays of planners that the last output takes along, by name. Each is made when the
+        sequence ends."""
         self.candidates: Candidates | None = None
         """A beam's candidates for its next token, until all beams of the request have theirs.
         Meanwhile that token is a placeholder."""
@@ -113,6 +118,7 @@ class Sequence:
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs],
         pooled: Array | None = None,
+        error: str | None = None,
     ) -> EngineOutput:
         """Makes the output of a step for this sequence."""
         return EngineOutput(
@@ -127,7 +133,11 @@ class Sequence:
             else None,
             num_cached_tokens=self.request.num_cached_tokens,
             pooled=pooled,
+            error=error,
             sampler_state=self.sampler_state,
+            arrays={name: make(self) for name, make in self.arrays.items()}
+            if finish_reason
+            else {},
         )
 
     def as_new(self, block_tables: list[list[int]]) -> NewSequence:
@@ -198,27 +208,6 @@ class Refused(NamedTuple):
 
     def __str__(self) -> str:
         return self.detail or WAITS[self.reason]
-
-
-class RequestRules(NamedTuple):
-    """Settings that apply to all requests of an engine."""
-
-    salt: str = ""
-    """Salt of the block hashes."""
-    default_seed: int | None = None
-    """Seed of requests without one. None: each gets a random seed."""
-    chunked: bool = True
-    """Prompts may be computed in several steps."""
-    needs_tokens: bool = False
-    """A sampled token is computed only once its id is known: only the last stage has it before."""
-    forks_anywhere: bool = True
-    """Sequences can fork from the leader at any token. If False, the leader stops at the fork."""
-    max_drafts: int = sys.maxsize
-    """Most drafts of a sequence that one step computes."""
-    whole_items: bool = False
-    """A step computes all tokens of a multimodal item, or none."""
-    next_stop: Callable[[int, int], int] | None = None
-    """`Snapshots.next_stop`, where any are kept."""
 
 
 class Request:
@@ -467,10 +456,11 @@ class Request:
     ) -> list[EngineOutput]:
         """Outputs of sequences that end without another token. A beam search ends with as many
         outputs as it would have returned."""
-        indices = range(self.params.n) if self.search else [seq.index for seq in ended]
+        if not self.search:
+            return [seq.output(reason, [], [], [], error=error) for seq in ended]
         return [
             EngineOutput(request_id=self.request_id, index=index, finish_reason=reason, error=error)
-            for index in indices
+            for index in range(self.params.n)
         ]
 
     @property

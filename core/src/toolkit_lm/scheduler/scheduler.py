@@ -30,9 +30,10 @@ from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.planner import MEDIA, PlannerError, Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.request import Refused, Request, RequestRules, Sequence
+from toolkit_lm.scheduler.request import Refused, Request, Sequence
 from toolkit_lm.scheduler.request_blocks import Admission, Admitted, RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
+from toolkit_lm.scheduler.rules import RequestRules
 
 _MOST_OVERTAKEN = 16
 """How many waiting requests are still tried behind the first that does not fit."""

@@ -3,10 +3,10 @@ only registers it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from msgspec import Struct
-from toolkit_lm.plugin import PartRegistry, hookimpl
+from msgspec import Meta, Struct
+from toolkit_lm.plugin import LogitsProcessorRegistry, PartRegistry, hookimpl
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -21,6 +21,21 @@ class Options(Struct, frozen=True):
     """Folder with the weights that operators may load over HTTP. `/dev/shm` is shared memory."""
     worker_extension_cls: str | None = None
     """Class whose methods `collective_rpc` calls on each worker, module.Class."""
+    hidden_states: list[str | int] | str = []
+    """Layers whose hidden states requests may ask for: a list of names or numbers, and `last` for
+    the states after the last norm; also with commas."""
+    routed_experts: Literal["off", "asked", "always"] = "off"
+    """Requests get the experts of their tokens: never, if they ask for them, or always."""
+    recorded_mib: Annotated[float, Meta(gt=0)] = 256.0
+    """Most MiB of hidden states, and of routed experts, that an engine keeps for its requests."""
+
+
+@hookimpl
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    from toolkit_lm_rl.records import HiddenStatesParams, RoutedExpertsParams
+
+    processors.add("hidden_states", None, params=HiddenStatesParams)
+    processors.add("routed_experts", None, params=RoutedExpertsParams)
 
 
 @hookimpl
@@ -30,6 +45,20 @@ def toolkit_register_parts(parts: PartRegistry) -> None:
         request="toolkit_lm_rl.front:RlRequests",
         planner="toolkit_lm_rl.planner:RlPlanner",
         worker="toolkit_lm_rl.worker:WeightsPart",
+    )
+    parts.add(
+        "hidden_states",
+        request="toolkit_lm_rl.records:HiddenStates",
+        planner="toolkit_lm_rl.records_planner:HiddenStatesPlanner",
+        worker="toolkit_lm_rl.records_worker:HiddenStatesPart",
+        for_model="toolkit_lm_rl.records:records_hidden_states",
+    )
+    parts.add(
+        "routed_experts",
+        request="toolkit_lm_rl.records:RoutedExperts",
+        planner="toolkit_lm_rl.records_planner:RoutedExpertsPlanner",
+        worker="toolkit_lm_rl.records_worker:RoutedExpertsPart",
+        for_model="toolkit_lm_rl.records:records_routed_experts",
     )
 
 

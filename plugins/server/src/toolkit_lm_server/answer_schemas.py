@@ -208,6 +208,12 @@ class Choice(Described):
     """Token ids of the output, where the request asks for them."""
     weight_versions: list[WeightVersion] | None = None
     """Present where the weights have changed since the server's start."""
+    hidden_states: str | None = None
+    """Hidden states [tokens, layers, size] of a finished choice, where the request asks for them: a
+    .npy file of float32, in base64."""
+    routed_experts: str | None = None
+    """Experts [tokens, layers, top-k] that the tokens of a finished choice went to, where the
+    request asks for them: a .npy file of int16, in base64."""
 
 
 class ChatChoice(Choice):

@@ -346,7 +346,7 @@ class ChatAnswer:
                     else {
                         "finish_reason": reason,
                         "stop_reason": delta.stop_reason,
-                        **delta.versions,
+                        **delta.extras(),
                     }
                 )
                 if parts or delta.logprobs or wanted.get("token_ids"):
@@ -382,7 +382,7 @@ class ChatAnswer:
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
-            **choice.versions,
+            **choice.extras(),
         }
 
     def _head(self, kind: str) -> dict[str, Any]:

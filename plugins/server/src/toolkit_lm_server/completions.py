@@ -347,7 +347,7 @@ class Completions:
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
-            **piece.versions,
+            **piece.extras(),
         }
 
     def _head(self, body: CompletionBody, generation: Generation) -> dict[str, Any]:

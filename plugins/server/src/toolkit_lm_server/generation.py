@@ -3,12 +3,14 @@ counts."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.logprobs import ID_MARK
 
 if TYPE_CHECKING:
+    import numpy as np
     from toolkit_lm.renderer import Renderer
 
 logger = logging.getLogger("uvicorn.error")
@@ -52,6 +55,13 @@ class ChoicePiece:
     stop_reason: int | str | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     """`weight_versions` of a finished choice, if weights have changed since the start."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of a finished choice, such as its routed experts, by name."""
+
+    def extras(self) -> dict[str, Any]:
+        """Fields of a finished choice that OpenAI's API lacks. Arrays are in base64, as NumPy's
+        `save` writes them."""
+        return self.versions | {name: _saved(array) for name, array in self.arrays.items()}
 
 
 class Generation:
@@ -214,7 +224,16 @@ class Generation:
             new.finish_reason,
             new.stop_reason,
             _versions(new),
+            new.arrays,
         )
+
+
+def _saved(array: np.ndarray) -> str:
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode("ascii")
 
 
 def _versions(output: CompletionOutput) -> dict[str, Any]:

@@ -29,6 +29,8 @@ _WITHOUT_PLACE = (
     "return_token_ids",
     "return_tokens_as_token_ids",
     "timings",
+    "return_hidden_states",
+    "return_routed_experts",
 )
 _SNIPPET = "\n\n--- snippet ---\n\n"
 _STOP_TYPES = {"stop": "eos", "length": "limit"}
@@ -68,7 +70,7 @@ class InfillBody(SamplingBody):
     def completion(self, kind: type[CompletionBody], max_model_len: int) -> CompletionBody:
         """The body as one of /v1/completions. Raises ValidationError and RequestError."""
         for name in _WITHOUT_PLACE:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name, None) not in (None, False):
                 raise RequestError(
                     f"{name} is for /v1/completions: an answer here has no place for it.", name
                 )

@@ -173,11 +173,11 @@ COMMON: Verdicts = {
     ),
     **refused("use return_token_ids", "return_prompt_text return_prompt_token_ids return_tokens"),
     **refused(
-        "hidden states and routed experts are not returned",
+        "toolkit-lm-rl returns hidden states and routed experts",
         "return_hidden_states return_routed_experts",
     ),
     **refused(
-        "hidden states and routed experts are not returned",
+        "toolkit-lm-rl returns hidden states and routed experts",
         "routed_experts_prompt_start routed_experts_start_len",
         0,
     ),

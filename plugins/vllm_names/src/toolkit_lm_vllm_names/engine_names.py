@@ -267,6 +267,13 @@ ENGINE: list[Name] = [
         values.worker_extension,
         "rl.worker_extension_cls",
     ),
+    *renamed(
+        "enable_return_routed_experts",
+        "plugin_option",
+        values.routed_experts,
+        "rl.routed_experts: always",
+        is_switch=True,
+    ),
     *renamed("enable_lora", "plugin_option", values.adapters_on, "lora.enabled", is_switch=True),
     *renamed("max_loras", "plugin_option", values.adapters("max_adapters"), "lora.max_adapters"),
     *renamed("max_lora_rank", "plugin_option", values.adapters("max_rank"), "lora.max_rank"),

@@ -125,7 +125,6 @@ REFUSED: list[Name] = [
     ),
     *refused(
         "answers hold tokens, texts and log probabilities.",
-        "enable_return_routed_experts",
         "return_sampling_mask",
         is_switch=True,
     ),

@@ -46,12 +46,17 @@ class _VllmMeta(ParamsMeta):
             for name in LOGPROBS:
                 if arguments.get(name) == -1:
                     arguments[name] = WHOLE_VOCABULARY
+            if start := arguments.pop(_EXPERTS, 0):
+                extra_args = {**(arguments.get("extra_args") or {}), _EXPERTS: start}
+                arguments["extra_args"] = extra_args
             if (trace := arguments.pop(_TRACE, None)) is not None:
                 arguments = _replaying(trace, arguments)
             return super().__call__(**arguments)
 
 
 _TRACE = "trace_decode_token_ids"
+_EXPERTS = "routed_experts_prompt_start"
+"""A parameter of the plugin `rl` here."""
 _POSITIONS = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature")
 """Arguments in vLLM's order."""
 

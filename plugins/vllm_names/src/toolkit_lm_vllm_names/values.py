@@ -451,6 +451,11 @@ def worker_extension(value: Any) -> dict[str, Any]:
     return {"plugin_option": {"rl": {"worker_extension_cls": path}}} if path else {}
 
 
+def routed_experts(value: Any) -> dict[str, Any]:
+    """True, or False."""
+    return {"plugin_option": {"rl": {"routed_experts": "always"}}} if parsed(value) else {}
+
+
 def adapters_on(value: Any) -> dict[str, Any]:
     """True, or False."""
     return adapters("enabled")(True) if parsed(value) else {}

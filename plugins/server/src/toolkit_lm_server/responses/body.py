@@ -36,7 +36,14 @@ _ALSO = (
     "parallel_tool_calls",
 )
 _LOGPROBS = "message.output_text.logprobs"
-_OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "timings")
+_OF_CHATS = (
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "timings",
+    "return_hidden_states",
+    "return_routed_experts",
+)
 """Fields of chat completions that a response has no place for."""
 _INCLUDED = (
     _LOGPROBS,
@@ -182,7 +189,7 @@ class ResponsesBody(SamplingBody):
         if self.n not in (None, 1):
             raise RequestError("n must be 1: a response is one answer.", "n")
         for name in _OF_CHATS:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name, None) not in (None, False):
                 raise RequestError(f"{name} is for chat completions.", name)
         if unknown := [name for name in self.include or () if name not in _INCLUDED]:
             known = ", ".join(_INCLUDED)

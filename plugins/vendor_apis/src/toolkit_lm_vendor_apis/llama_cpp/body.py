@@ -23,6 +23,8 @@ _WITHOUT_PLACE = (
     "return_token_ids",
     "logprob_token_ids",
     "return_tokens_as_token_ids",
+    "return_hidden_states",
+    "return_routed_experts",
 )
 _OWN = ("prompt", "n_predict", "n_probs", "return_tokens", "response_fields", "logit_bias")
 _MOST_BIASES = 300
@@ -128,7 +130,7 @@ class LlamaCompletionBody(SamplingBody):
     def completion(self) -> dict[str, Any]:
         """The fields of a plain completion, without its prompt and biases. Raises RequestError."""
         for name in _WITHOUT_PLACE:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name, None) not in (None, False):
                 raise RequestError(
                     f"{name} is for /v1/completions: an answer here has no place for it.", name
                 )

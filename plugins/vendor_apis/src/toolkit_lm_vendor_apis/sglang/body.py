@@ -18,6 +18,7 @@ NAMES = {
     "logprob_token_ids": "token_ids_logprob",
     "include_stop_str_in_output": "no_stop_trim",
     "seed": "sampling_seed",
+    "routed_experts_prompt_start": "routed_experts_start_len",
 }
 """SGLang's names of parameters, by ours."""
 _MOST = 128
@@ -29,6 +30,8 @@ _OF_THE_BODY = (
     *("priority", "timeout", "cache_salt", "best_of", "use_beam_search"),
 )
 """Fields of plain completions that SGLang's sampling parameters do not include."""
+_RECORDED = ("return_hidden_states", "return_routed_experts")
+"""Fields of plain completions that an engine with the plugin `rl` takes."""
 OneOrEach = dict[str, Any] | list[dict[str, Any]]
 
 
@@ -65,6 +68,12 @@ class SglangGenerateBody(EngineBody):
     """Tokens whose log probabilities are told for each token of the answer."""
     return_text_in_logprobs: bool = False
     """Log probabilities have the texts of tokens."""
+    return_hidden_states: bool = False
+    """The answers have the hidden states of their tokens, if the engine records them."""
+    return_routed_experts: bool = False
+    """The answers have the experts that their tokens went to, if the engine records them."""
+    routed_experts_start_len: int = 0
+    """The first token whose experts are returned."""
     stream: bool = False
     """The answer comes as server-sent events, each with the text so far."""
 
@@ -114,6 +123,9 @@ class SglangGenerateBody(EngineBody):
         fields |= {"prompt": self.text if self.input_ids is None else self.input_ids}
         fields |= {"stream": self.stream, "model": self.model}
         fields |= {name: getattr(self, name) for name in ("priority", "timeout", "cache_salt")}
+        fields |= {name: True for name in _RECORDED if getattr(self, name)}
+        if self.routed_experts_start_len:
+            fields["routed_experts_prompt_start"] = self.routed_experts_start_len
         if self.wants_logprobs:
             fields["logprobs"] = self.top
             if self.named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class Answers:
             "cached_tokens": prompt.num_cached_tokens,
             "e2e_latency": time.perf_counter() - self._begin,
             **self._logprobs(so_far, piece),
+            **_arrays_of(piece, prompt.num_prompt_tokens),
         }
         return {"text": so_far.text, "output_ids": [*so_far.token_ids], "meta_info": info}
 
@@ -133,6 +135,18 @@ def weights_of(piece: ChoicePiece) -> dict[str, str]:
         return {}
     spans = piece.versions.get("weight_versions")
     return {"weight_version": (spans[-1]["version"] if spans else "") or "default"}
+
+
+def _arrays_of(piece: ChoicePiece, num_prompt: int) -> dict[str, Any]:
+    """Hidden states of the prompt's tokens, in a list, then those of each further token. Experts,
+    in base64 as int32."""
+    found: dict[str, Any] = {}
+    if (states := piece.arrays.get("hidden_states")) is not None:
+        rows = (states[:, 0] if states.shape[1] == 1 else states).tolist()
+        found["hidden_states"] = [rows[:num_prompt], *rows[num_prompt:]]
+    if (experts := piece.arrays.get("routed_experts")) is not None:
+        found["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode("ascii")
+    return found
 
 
 def _reason(piece: ChoicePiece, token_ids: Sequence[int]) -> dict[str, Any] | None:

@@ -28,6 +28,11 @@ class SglangMeta(Described):
     input_top_logprobs: list[list[list[Any]] | None] | None = None
     output_top_logprobs: list[list[list[Any]]] | None = None
     output_token_ids_logprobs: list[list[list[Any]]] | None = None
+    hidden_states: list[Any] | None = None
+    """Hidden states of an ended answer: a list of those of the prompt's tokens, then those of each
+    further token. Each is a list of numbers, or one of such lists for several layers."""
+    routed_experts: str | None = None
+    """Experts [tokens, layers, top-k] of an ended answer: int32, in base64."""
 
 
 class SglangAnswer(Described):
