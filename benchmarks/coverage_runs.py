@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -227,7 +228,7 @@ class ImageText(Generation):
 
 class Hearing(ImageText):
     """Classes that hear: a decoder whose prompts have recordings, as `ImageText` has pictures; or
-    one whose encoder reads a recording for each prompt; or none, which labels frames."""
+    one whose encoder reads a recording for each prompt."""
 
     modality = "audio"
     options = {**ImageText.options, "max_num_batched_tokens": 320}
@@ -255,11 +256,48 @@ class Hearing(ImageText):
         if not self.encodes:
             return super().request(prompt)
         (arrays,) = self.given(prompts().index(prompt))
-        name = "input_features" if "input_features" in arrays else "input_values"
+        (name,) = {"input_features", "input_values"} & arrays.keys()
         return {
             "encoder_prompt": {"features": arrays[name][0].numpy()},
             "decoder_prompt": {"prompt_token_ids": [3]},
         }
+
+
+class Labelling(Hearing):
+    """Classes that label frames: the labels of three recordings, whose lengths differ."""
+
+    def save(self, case: Case, folder: Path) -> Any:
+        config = audio.tiny_config(case.model_type)
+        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        audio.vary(model)
+        model.save_pretrained(folder)
+        whole = audio.sound(model)
+        (name,) = {"input_features", "input_values"} & whole.keys()
+        length = whole[name].shape[1]
+        self.given_features = [
+            whole[name][0, :count] for count in (length, length // 2, length - 9)
+        ]
+        return model
+
+    def engine(self, folder: Path) -> list[Any]:
+        blank = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+        params = SamplingParams(temperature=0, stop_token_ids=[blank], ignore_eos=True)
+        params.max_tokens = None
+        options = {**OPTIONS, "max_model_len": 256, "num_kv_blocks": 600, "block_size": 4}
+        requests = [{"encoder_prompt": {"features": each.numpy()}} for each in self.given_features]
+        with LLM(str(folder), **{**options, "max_num_batched_tokens": 600}) as llm:
+            return list(llm.generate(requests, params, use_tqdm=False))
+
+    @torch.inference_mode()
+    def compare(self, model: Any, ours: list[Any]) -> None:
+        blank = model.config.pad_token_id
+        for features, output in zip(self.given_features, ours, strict=True):
+            frames = model(features[None]).logits[0].argmax(dim=-1).tolist()
+            text = [label for label, _ in itertools.groupby(frames) if label != blank]
+            (found,) = output.outputs
+            tokens = [token for token in found.token_ids if token != blank]
+            assert tokens == text, f"labels {tokens}, not {text}"
+            assert len(set(text)) > 1, "the recipe gives its frames no labels"
 
 
 class EncoderDecoder(Generation):
@@ -346,7 +384,7 @@ RUNS: Mapping[str, Any] = {
     "embedding": Pooling(),
     "classification": Classification(),
     "speech": Hearing(),
-    "CTC": Hearing(),
+    "CTC": Labelling(),
 }
 
 

@@ -13,9 +13,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm_devkit import assert_same_logits
 from toolkit_lm_devkit.generation import logprobs_of
-from toolkit_lm_transformers.encoder_decoder import TransformersForEncoderDecoder
 from toolkit_lm_transformers.image_text import TransformersForAudioText
-from toolkit_lm_transformers.pooling import TransformersForPooling
 
 NAME = "GlmAsrForConditionalGeneration"
 OPTIONS = {
@@ -94,13 +92,6 @@ def test_pictures_are_none_of_its_media(glm):
         (TransformersForAudioText, "m2m_100", "M2M100ForConditionalGeneration", "an encoder-deco"),
         (TransformersForAudioText, "vibevoice", "VibeVoiceForConditionalGeneration", "diffusion"),
         (TransformersForAudioText, "llama", "LlamaForCausalLM", "is not a model of recordings"),
-        (
-            TransformersForEncoderDecoder,
-            "moonshine",
-            "MoonshineForConditionalGeneration",
-            "MoonshineForConditionalGeneration hears",
-        ),
-        (TransformersForPooling, "wav2vec2", "Wav2Vec2ForCTC", "labels the frames of a recording"),
     ],
 )
 def test_refusals(fallback, model_type, name, reason):

@@ -3,6 +3,12 @@ registers the fallback."""
 
 from toolkit_lm.plugin import KVKindRegistry, ModelRegistry, RendererRegistry, hookimpl
 
+CTC = (
+    *("Data2VecAudioForCTC", "GraniteSpeech5ForCTC", "HubertForCTC", "LasrForCTC"),
+    *("ParakeetForCTC", "SEWDForCTC", "SEWForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC"),
+    *("Wav2Vec2BertForCTC", "Wav2Vec2ConformerForCTC", "Wav2Vec2ForCTC", "WavLMForCTC"),
+)
+"""Classes of transformers that label the frames of a recording."""
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """Keys of config.json, and of its `text_config`, that state the longest sequence."""
 DECODER_LENGTH_KEYS = (
@@ -11,6 +17,10 @@ DECODER_LENGTH_KEYS = (
     *LENGTH_KEYS,
     "decoder.max_position_embeddings",
     "decoder.n_positions",
+)
+SPEECH_LENGTH_KEYS = (
+    *("max_target_positions", "max_text_positions", "decoder_config.max_position_embeddings"),
+    *DECODER_LENGTH_KEYS,
 )
 """Keys of config.json that state the longest sequence of an encoder-decoder model's decoder."""
 
@@ -39,6 +49,22 @@ def toolkit_register_models(models: ModelRegistry) -> None:
         encoder_decoder="toolkit_lm_transformers.encoder_decoder_rules:FallbackRules",
     )
     models.add_fallback(
+        "transformers_speech",
+        "toolkit_lm_transformers.speech:TransformersForSpeech",
+        length_keys=SPEECH_LENGTH_KEYS,
+        encoder_decoder="toolkit_lm_transformers.speech_rules:SpeechRules",
+    )
+    for name in CTC:
+        # No class of these has a decoder whose length it could state.
+        models.add(
+            name,
+            "toolkit_lm_transformers.speech:TransformersForCTC",
+            renderer="transformers_ctc",
+            length_keys=(),
+            bounded=False,
+            encoder_decoder="toolkit_lm_transformers.speech_rules:CtcRules",
+        )
+    models.add_fallback(
         "transformers_pooling",
         "toolkit_lm_transformers.pooling:TransformersForPooling",
         runner="pooling",
@@ -52,6 +78,7 @@ def toolkit_register_renderers(renderers: RendererRegistry) -> None:
         "toolkit_lm_transformers.processor_renderer:ProcessorRenderer",
         reads=(),
     )
+    renderers.add("transformers_ctc", "toolkit_lm_transformers.ctc_renderer:CtcRenderer", reads=())
 
 
 @hookimpl

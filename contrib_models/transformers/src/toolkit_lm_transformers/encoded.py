@@ -47,10 +47,12 @@ class EncodedDecoder(Decoder):
         *,
         vllm_config: VllmConfig,
         prefix: str,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`width`: numbers of a token in the encoder's states."""
+        """`width`: numbers of a token in the encoder's states. `dtype`: theirs; None: the
+        model's."""
         super().__init__(layout, hf_config, vllm_config=vllm_config, prefix=prefix)
-        dtype = torch_dtype(vllm_config.model.dtype)
+        dtype = dtype or torch_dtype(vllm_config.model.dtype)
         states = [Entry(0, "last_hidden_state", None, 1, (width,), dtype)]
         spec = EncodedSpec(
             block_size=vllm_config.cache.block_size,

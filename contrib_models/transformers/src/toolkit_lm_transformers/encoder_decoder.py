@@ -19,7 +19,6 @@ from toolkit_lm.parts import EncoderPart
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
 from toolkit_lm_transformers.conversion import Conversion
@@ -56,10 +55,10 @@ class TransformersForEncoderDecoder(TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         FallbackModel.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        examined = examine_pair(vllm_config)
+        examined = self.examine(vllm_config)
         self.first_position = 0
         with deadline(SECONDS, "make the model"), Uninitialized():
-            model = _build(examined.config, torch_dtype(vllm_config.model.dtype))
+            model = build_pair(examined.config, torch_dtype(vllm_config.model.dtype))
         self._adopt(model)
         logger.warning(
             "%s computes all decoder tokens of a sequence in each step, so that work grows with "
@@ -81,7 +80,7 @@ class TransformersForEncoderDecoder(TransformersForCausalLM):
         self.past_key_values = self.pair
         self.encoder_width = examined.encoder_width
         self._alone = takes_rows_alone(model.config)
-        self._encoder: Callable[..., Any] = model.get_encoder().__call__
+        self._encoder: Callable[..., Any] = self.encoder_of(model).__call__
         self._example: list[int] = [0]
         self._embed = model.get_input_embeddings().__call__
         self._mix_by = model.set_experts_implementation
@@ -89,9 +88,18 @@ class TransformersForEncoderDecoder(TransformersForCausalLM):
         self._convert = Conversion(model)
 
     @classmethod
+    def examine(cls, vllm_config: VllmConfig) -> ExaminedPair:
+        """Raises UnsupportedError, with the reason, if the checkpoint's model cannot run here."""
+        return examine_pair(vllm_config)
+
+    @classmethod
+    def encoder_of(cls, model: Any) -> Any:
+        return model.get_encoder()
+
+    @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
         try:
-            examine_pair(vllm_config)
+            cls.examine(vllm_config)
         except UnsupportedError as error:
             return str(error)
         return None
@@ -141,8 +149,6 @@ def examine_pair(vllm_config: VllmConfig) -> ExaminedPair:
     here."""
     values = vllm_config.hf_config
     name = values["architectures"][0]
-    if name in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values():
-        raise UnsupportedError(f"{name} hears, and the encoders of this fallback read text")
     if name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
         raise UnsupportedError(f"{name} of transformers is not an encoder-decoder model of text")
     config = read_by_class(values, name)
@@ -150,7 +156,7 @@ def examine_pair(vllm_config: VllmConfig) -> ExaminedPair:
         raise UnsupportedError(f"{name} has no encoder of text")
     check_config(config, vllm_config)
     with torch.device("meta"):
-        model = understood(lambda: _build(config, torch.float32), "make the model")
+        model = understood(lambda: build_pair(config, torch.float32), "make the model")
     encoder = model.get_encoder()
     if "input_ids" not in inspect.signature(encoder.forward).parameters:
         raise UnsupportedError(f"the encoder of {name} takes no tokens")
@@ -159,13 +165,13 @@ def examine_pair(vllm_config: VllmConfig) -> ExaminedPair:
     width = understood(lambda: width_of(encoder, "embedding"), "run its encoder on shapes alone")
     layout = recomputing(model, True, "its cross attention reads the encoder by its own code")
     vocabulary = understood(
-        lambda: _width_of_logits(model, width), "run its decoder on shapes alone"
+        lambda: width_of_logits(model, width), "run its decoder on shapes alone"
     )
     return ExaminedPair(config, layout._replace(width=vocabulary), width)
 
 
 @torch.no_grad()
-def _width_of_logits(model: Any, width: int) -> int:
+def width_of_logits(model: Any, width: int) -> int:
     """Size of the vocabulary of logits, by a pass over shapes. If that needs values, it is the
     head's."""
     states = torch.empty(1, 3, width, device="meta")
@@ -178,7 +184,7 @@ def _width_of_logits(model: Any, width: int) -> int:
         return int(model.get_output_embeddings().weight.shape[0])
 
 
-def _build(config: Any, dtype: torch.dtype) -> Any:
+def build_pair(config: Any, dtype: torch.dtype) -> Any:
     """A model of transformers on the default device, in eval mode, whose parameters hold
     anything."""
     name = config.architectures[0]

@@ -180,11 +180,6 @@ def _examine(vllm_config: VllmConfig) -> tuple[str, int, Any]:
     UnsupportedError."""
     name = vllm_config.hf_config["architectures"][0]
     kind = next((kind for kind, names in _KINDS.items() if name in _flat(names)), None)
-    if name in auto.MODEL_FOR_CTC_MAPPING_NAMES.values():
-        raise UnsupportedError(
-            f"{name} labels the frames of a recording (CTC): it is neither a decoder, nor does it "
-            "pool texts"
-        )
     if kind is None:
         raise UnsupportedError(f"{name} is not a text encoder or classifier of transformers")
     config = read_by_class(vllm_config.hf_config, name)

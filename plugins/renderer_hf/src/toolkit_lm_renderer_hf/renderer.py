@@ -26,7 +26,7 @@ from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
 from toolkit_lm_renderer_hf.panic import is_panic, panics_as
 from toolkit_lm_renderer_hf.pieces import PIECE
-from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
+from toolkit_lm_renderer_hf.tokenizer import LoadedTokenizer, load_tokenizer
 from toolkit_lm_renderer_hf.tokenizer_class import PROBE
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class HfRenderer(Renderer):
         """Processor of images that a subclass has set before `set_rules`; None: the folder's."""
         self.audio: AudioProcessor | None = None
         """Processor of recordings, likewise."""
-        self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(
+        self._tokenizer, special_tokens, tokenizer_config = self._load_tokenizer(
             folder, config.model.trust_remote_code
         )
         self._detokenizer = Detokenizer(self._tokenizer)
@@ -96,6 +96,9 @@ class HfRenderer(Renderer):
             vocab.get(special_tokens.get("eos_token", "")),
             config.vocab_size or self._vocab_size,
         )
+
+    def _load_tokenizer(self, folder: Path, trust_remote_code: bool) -> LoadedTokenizer:
+        return load_tokenizer(folder, trust_remote_code)
 
     def get_tokenizer(self) -> Any:
         """That of transformers. Raises UnsupportedError where transformers is not installed, or
