@@ -226,7 +226,7 @@ REFUSED = [
     ({"override_generation_config": 3}, "a mapping of sampling parameters"),
     ({"logits_processors": ["nothing"]}, "give classes, or their paths"),
     ({"hf_config_path": "elsewhere"}, "config.json"),
-    ({"config_format": "mistral"}, "config.json"),
+    ({"config_format": "gguf"}, "known: auto, hf, mistral"),
     ({"reasoning_config": {"reasoning_start_str": "<think>"}}, "reasoning_parser"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
     ({"tokenizer_mode": "slow"}, "Use renderer"),

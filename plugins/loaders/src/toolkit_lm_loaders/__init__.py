@@ -7,4 +7,6 @@ from toolkit_lm.plugin import LoaderRegistry, hookimpl
 def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
     files = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
     loaders.add("safetensors", "toolkit_lm_weights.safetensors:CheckpointWeights", reads=files)
+    own = ("consolidated*.safetensors",)
+    loaders.add("mistral", "toolkit_lm_loaders.mistral:MistralLoader", reads=own)
     loaders.add("dummy", "toolkit_lm_loaders.dummy:DummyLoader")

@@ -3,7 +3,7 @@ effect."""
 
 from __future__ import annotations
 
-from toolkit_lm_vllm_names import compilation, speculation, values
+from toolkit_lm_vllm_names import compilation, formats, speculation, values
 from toolkit_lm_vllm_names.name import Name, free, renamed, same
 
 _NO_GRAPHS = (
@@ -18,7 +18,7 @@ _OWN_LAYOUT = "there is one layout of weights and caches, and the results are th
 
 ENGINE: list[Name] = [
     *same(
-        *("model", "revision", "seed", "runner", "convert", "load_format", "tokenizer"),
+        *("model", "revision", "seed", "runner", "convert", "tokenizer"),
     ),
     *same("model_impl", convert=values.model_impl, note="vllm: auto"),
     *same(
@@ -343,6 +343,13 @@ ENGINE: list[Name] = [
         "plugin_option",
         values.logits_processors,
         "vllm_names.logits_processors: classes, or their paths",
+    ),
+    *same("load_format", convert=formats.load_format, note="auto, hf: by the checkpoint"),
+    *renamed(
+        "config_format",
+        "load_format",
+        formats.config_format,
+        "mistral: mistral; auto, hf: by the checkpoint. A config.json counts where there is one",
     ),
     *renamed(
         "enable_prompt_embeds",

@@ -90,7 +90,6 @@ REFUSED: list[Name] = [
     *refused(_OVERRIDES, "rope_scaling", "rope_theta", "quantization_config"),
     *refused(_CHECKPOINT, "override_attention_dtype"),
     *refused(_CHECKPOINT, "hf_config_path"),
-    *refused("the config.json of a checkpoint is read.", "config_format", neutral=("hf",)),
     *refused(
         "where reasoning begins and ends, its parser knows: reasoning_parser.", "reasoning_config"
     ),
