@@ -167,7 +167,8 @@ class Generation(Run):
 
 
 class ImageText(Generation):
-    """Classes that read pictures: each prompt has one, two of them two, and the first none."""
+    """Classes that read pictures: each prompt has one, two of them two, and the first none. The
+    encoder of one that has an encoder reads a picture at most."""
 
     options = {
         **STEPS,
@@ -184,6 +185,7 @@ class ImageText(Generation):
     def save(self, case: Case, folder: Path) -> Any:
         config = images.tiny_config(case.model_type)
         model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        self.encodes = bool(getattr(model.config, "is_encoder_decoder", False))
         self.pictures = []
         self.token = FIRST_SPECIAL
         self.note = ""
@@ -206,10 +208,19 @@ class ImageText(Generation):
         """Was done when it was saved."""
 
     def given(self, index: int) -> list[dict[str, torch.Tensor]]:
-        return self.pictures[: index % 3]
+        pictures = self.pictures[: index % 3]
+        return pictures[-1:] if self.encodes else pictures
 
     def logits(self, model: Any, index: int, tokens: list[int]) -> torch.Tensor:
-        return images.logits(model, torch.tensor(tokens), self.given(index), MAX_TOKENS)
+        given = self.given(index)
+        if not self.encodes:
+            return images.logits(model, torch.tensor(tokens), given, MAX_TOKENS)
+        read: list[int] = []
+        for token in self.request(prompts()[index])["encoder_prompt"]["prompt_token_ids"]:
+            read += [token] * (len(given[0]["input_ids"]) if token == self.token else 1)
+        return images.logits(
+            model, torch.tensor(read), given, decoder_input_ids=torch.tensor([tokens])
+        )
 
     def request(self, prompt: list[int]) -> Any:
         index = prompts().index(prompt)
@@ -220,10 +231,13 @@ class ImageText(Generation):
         tokens = [3 + token % (FIRST_SPECIAL - 3) for token in prompt]
         # Some code takes pictures without a token between them for one.
         places = [token for number in range(len(arrays)) for token in (self.token, 4 + number)]
-        return {
+        asked = {
             "prompt_token_ids": [*tokens[:1], *places, *tokens[1:]],
             "multi_modal_data": {self.modality: arrays},
         }
+        if not self.encodes:
+            return asked
+        return {"encoder_prompt": asked, "decoder_prompt": {"prompt_token_ids": [3]}}
 
 
 class Hearing(ImageText):

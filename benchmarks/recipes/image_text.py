@@ -45,6 +45,20 @@ DEEP: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "exaone4_5_vision": {**WINDOWS, "num_key_value_heads": 2},
+    # Tokens that a checkpoint forces are not the model's.
+    "florence2": {"text_config": {"forced_eos_token_id": None}},
+    # A window of 3 does not fill the 4 x 4 states of a picture.
+    "florence_vision": {
+        "depths": [1, 1],
+        "patch_size": [7, 3],
+        "patch_stride": [4, 2],
+        "patch_padding": [3, 1],
+        "patch_prenorm": [False, True],
+        "embed_dim": [16, 32],
+        "num_heads": [2, 4],
+        "num_groups": [4, 2],
+        "window_size": 3,
+    },
     "glm46v_text": MROPE,
     "glm4v_text": MROPE,
     "glm4v_moe_text": {
@@ -291,10 +305,14 @@ def logits(
     tokens: torch.Tensor,
     given: Sequence[Mapping[str, torch.Tensor]],
     num_drawn: int = 0,
+    **others: torch.Tensor,
 ) -> torch.Tensor:
     """[T, V] of tokens [T] that have these pictures, by transformers alone. `num_drawn`: tokens
-    after the prompt."""
+    after the prompt. `others`: further arguments, such as the decoder's tokens, which have an
+    encoder-decoder model's logits."""
     arguments: dict[str, torch.Tensor] = {}
+    if getattr(model.config, "is_encoder_decoder", False):
+        others = {"decoder_input_ids": torch.tensor([[3]]), **others}
     if model.config.model_type == "paligemma":
         # Without it, how text alone is read depends on the attention's implementation.
         arguments["token_type_ids"] = torch.ones_like(tokens[None])
@@ -314,7 +332,9 @@ def logits(
             arguments[name] = torch.cat(
                 [arrays[name] for arrays in given], dim=-1 if is_packed else 0
             )
-    found: torch.Tensor = model(input_ids=tokens[None], use_cache=False, **arguments).logits
+    found: torch.Tensor = model(
+        input_ids=tokens[None], use_cache=False, **arguments, **others
+    ).logits
     return found[0].float()
 
 

@@ -16,6 +16,11 @@ from toolkit_lm_devkit.generation import logprobs_of
 from toolkit_lm_devkit.kv_kind import KVKindConformance
 from toolkit_lm_transformers.encoder_decoder import TransformersForEncoderDecoder
 from toolkit_lm_transformers.spec import EncodedSpec
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 KINDS = {
     "fsmt": "FSMTForConditionalGeneration",
@@ -136,6 +141,22 @@ def test_refusals(model_type, change, reason, tmp_path):
     checkpoint(model_type, tmp_path)
     values = {**json.loads((tmp_path / "config.json").read_text()), **change}
     assert reason in TransformersForEncoderDecoder.refuses(VllmConfig.default(values))
+
+
+SEEING = sorted(
+    (model_type, name)
+    for model_type, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    if name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+)
+
+
+@pytest.mark.parametrize(("model_type", "name"), SEEING)
+def test_encoders_that_read_pictures_are_refused(model_type, name):
+    """By name, with the reason; those that have a class of their own never come here."""
+    values = {**CONFIG_MAPPING[model_type]().to_dict(), "architectures": [name]}
+    reason = TransformersForEncoderDecoder.refuses(VllmConfig.default(values))
+    assert reason == f"the encoder of {name} reads pictures, and those of this fallback read text"
 
 
 def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path):

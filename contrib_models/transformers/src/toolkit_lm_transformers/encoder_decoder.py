@@ -18,6 +18,7 @@ from toolkit_lm.model import FallbackModel, torch_dtype
 from toolkit_lm.parts import EncoderPart
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
@@ -150,6 +151,11 @@ def examine_pair(vllm_config: VllmConfig) -> ExaminedPair:
     values = vllm_config.hf_config
     name = values["architectures"][0]
     if name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+        sees = name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+        if sees and read_by_class(values, name).is_encoder_decoder:
+            raise UnsupportedError(
+                f"the encoder of {name} reads pictures, and those of this fallback read text"
+            )
         raise UnsupportedError(f"{name} of transformers is not an encoder-decoder model of text")
     config = read_by_class(values, name)
     if not config.is_encoder_decoder:
