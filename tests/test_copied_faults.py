@@ -35,7 +35,7 @@ SHAPES = {
     ),
     "server": (
         "answer_reading.py app.py chat.py errors.py infill.py pages.py pooled.py protocol.py "
-        "responses/__init__.py route.py tokens.py"
+        "responses/__init__.py responses/conversation_store.py route.py tokens.py"
     ),
 }
 """Files that take a peer's names or shapes of answers, or are compared with transformers in tests

@@ -29,6 +29,7 @@ BRING_NOTHING = {
     "toolkit-lm-opentelemetry",
     "toolkit-lm-vendor-apis",
     "toolkit-lm-batches",
+    "toolkit-lm-mcp",
 }
 """Distributions that nobody can miss by a name: others depend on them, they watch, or bring
 routes."""

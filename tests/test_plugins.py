@@ -43,6 +43,7 @@ SHIPPED = [
     "llguidance",
     "loaders",
     "lora",
+    "mcp",
     "moe",
     "ollama",
     "opentelemetry",

@@ -211,7 +211,7 @@ def create_router(
     chat = Chat(engines, body_of(ChatBody, *with_fields), options)
     completions = Completions(engines, options, body_of(CompletionBody, *with_fields))
     _add_generation_routes(router, engines, chat, completions, with_fields)
-    add_responses(router, engines, chat, body_of(ResponsesBody, *with_fields), options)
+    responses = add_responses(router, engines, chat, body_of(ResponsesBody, *with_fields), options)
     embeddings = Embeddings(engines, options)
     reranking = Reranking(engines, options)
     _add_pooling_routes(router, route_kind, embeddings, reranking)
@@ -229,7 +229,7 @@ def create_router(
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, serving)
     api = OpenAIApi(
-        engines, chat, completions, options, router, metrics, lambda: budget.num_requests
+        engines, chat, completions, responses, options, router, metrics, lambda: budget.num_requests
     )
     add_plugin_routes(router, api, route_kind)
     return router

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from toolkit_lm_server.engines import Engines
     from toolkit_lm_server.metrics import Metrics
     from toolkit_lm_server.options import ServerOptions
+    from toolkit_lm_server.responses.routes import Responses
 
 HOOK = "toolkit_register_routes"
 
 SHIPPED = ("anthropic", "cohere", "ollama")
 """Plugins whose routes are served where they are loaded, unless the option `routes` lists
 others."""
-OF_MODELS = ("batches", "lora", "rl", "transcription")
+OF_MODELS = ("batches", "lora", "mcp", "rl", "transcription")
 """Shipped plugins that add routes only where the served model, the engine, or the options of the
 server ask for them."""
 
@@ -43,6 +44,7 @@ class OpenAIApi:
     """The engine of each served model, by its names: `engines[body.model]`."""
     chat: Chat
     completions: Completions
+    responses: Responses
     options: ServerOptions
     router: APIRouter
     """The server's router, with all of its routes once they are added."""

@@ -3,6 +3,7 @@ chat."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +19,18 @@ _IDS = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
 }
 """Beginnings of ids, by the type of the item."""
 _LONGEST_ID = 128
 """Most characters of an id that a client gives."""
+APPROVAL = "mcp_approval_response"
+"""Type of the item that approves or declines a call of a tool that a server runs."""
+_SECRETS = ("authorization", "headers")
+"""Fields of tools that are for the tool's server alone."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -54,17 +63,33 @@ def listed(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"status": "completed", **item, "content": content}
 
 
+def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of a request as its answer shows them, without what is for tools' servers."""
+    return [_shown_tool(tool) if tool.get("type") == "mcp" else {**tool} for tool in tools]
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in tool.items() if name not in _SECRETS}
+    if isinstance(url := tool.get("server_url"), str):
+        shown["server_url"] = url.partition("?")[0]
+    return shown
+
+
 def messages_of(
-    value: str | Sequence[Mapping[str, Any]], field: str = "input"
+    value: str | Sequence[Mapping[str, Any]],
+    field: str = "input",
+    approvals: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The messages of an input. `field`: the request's field that has it. Raises RequestError,
-    which names the item."""
+    """The messages of an input. `field`: the request's field that has it. `approvals`: all requests
+    for approval of the conversation, by id; None: whether there are such is not checked.
+
+    Raises RequestError, which names the item."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(value):
-        _add(messages, item, f"{field}[{index}]")
-    if not messages:
+        _add(messages, item, f"{field}[{index}]", approvals)
+    if not value:
         raise RequestError(f"{field} is an empty list: give at least one item.", field)
     for message in messages:
         # Reasoning that nothing follows is of an answer that was cut, and what has no text says
@@ -78,7 +103,12 @@ def messages_of(
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+def _add(
+    messages: list[dict[str, Any]],
+    item: Mapping[str, Any],
+    where: str,
+    approvals: Mapping[str, Mapping[str, Any]] | None,
+) -> None:
     match item.get("type", "message"):
         case "message":
             content = _content(item.get("content"), where)
@@ -108,16 +138,67 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             messages.append(
                 {"role": "tool", "tool_call_id": _str(item, "call_id", where), "content": content}
             )
+        case "mcp_list_tools" | "mcp_approval_request":
+            # The model is told of the tools, and of the calls that were made.
+            pass
+        case "mcp_call":
+            result = _result(item.get("output"), item.get("error"))
+            _hosted_call(messages, item, _str(item, "id", where), result, where)
+        case "mcp_approval_response":
+            _decision(messages, item, where, approvals)
         case kind:
             known = (
                 "message, reasoning, function_call, function_call_output, custom_tool_call, "
-                "custom_tool_call_output"
+                "custom_tool_call_output, mcp_list_tools, mcp_call, mcp_approval_request, "
+                "mcp_approval_response"
             )
             raise RequestError(
                 f"{where}: items of type {printable(repr(kind))} are not supported. Supported: "
                 f"{known}.",
                 "input",
             )
+
+
+def _hosted_call(
+    messages: list[dict[str, Any]], item: Mapping[str, Any], name: str, result: str, where: str
+) -> None:
+    """Adds a call of a tool that a server runs, with its result."""
+    function = {name: _str(item, name, where) for name in ("name", "arguments")}
+    _assistant(messages, call={"id": name, "type": "function", "function": function})
+    messages.append({"role": "tool", "tool_call_id": name, "content": result})
+
+
+def _result(output: Any, error: Any) -> str:
+    """The result of a call as the model reads it."""
+    if error is None:
+        return output if isinstance(output, str) else ""
+    text = error if isinstance(error, str) else json.dumps(error, ensure_ascii=False)
+    return f"Error: {text}"
+
+
+def _decision(
+    messages: list[dict[str, Any]],
+    item: Mapping[str, Any],
+    where: str,
+    approvals: Mapping[str, Mapping[str, Any]] | None,
+) -> None:
+    """Adds a call that the client has declined. One that it approves is an item of its own once it
+    was made."""
+    name = _str(item, "approval_request_id", where)
+    if not isinstance(item.get("approve"), bool):
+        raise RequestError(f"{where}: approve must be true or false.", "input")
+    if approvals is None:
+        return
+    if (request := approvals.get(name)) is None:
+        raise RequestError(
+            f"{where}: the conversation has no mcp_approval_request with the id "
+            f"{printable(name)!r}.",
+            "input",
+        )
+    if not item["approve"]:
+        reason = item.get("reason")
+        why = f" {reason}" if isinstance(reason, str) and reason else ""
+        _hosted_call(messages, request, name, f"The user declined this call.{why}", where)
 
 
 def _assistant(

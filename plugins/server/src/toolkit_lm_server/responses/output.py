@@ -13,6 +13,7 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.event_stream import NamedEvents, telling
 from toolkit_lm_server.generation import ChoicePiece
 from toolkit_lm_server.responses.body import ResponsesBody
+from toolkit_lm_server.responses.items import shown_tools
 from toolkit_lm_server.segments import Segment, Segments, Step
 
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -36,6 +37,10 @@ class Output:
         """Ids of the output's items, by segment."""
         self._messages: dict[str, Any] = {}
         """The prompt and the output as the model read and drew them, where asked for."""
+
+    def again(self) -> Output:
+        """Another output of the same request, for one more answer of the model."""
+        return Output(self._body, self._model, is_kept=self._is_kept)
 
     def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         """The whole response, made of the answer's `choices`. It takes a while where they are
@@ -247,7 +252,7 @@ class Output:
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}} | (body.text or {}),
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": shown_tools(body.tools or ()),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",

@@ -10,6 +10,12 @@ _CALLS = {
     "custom_tool_call": ("custom_tool_call_input", "input"),
 }
 """The event and the field of a call's text, by the type of its item."""
+HOSTED: dict[str, dict[str, Any]] = {
+    "mcp_list_tools": {"tools": []},
+    "mcp_call": {"status": "in_progress", "arguments": "", "output": None, "error": None},
+    "mcp_approval_request": {},
+}
+"""Types of items of MCP servers, each with the fields that it has not at its beginning."""
 _UNDER_WAY: dict[str, Any] = {
     "status": "in_progress",
     "output": [],
@@ -35,6 +41,9 @@ def replayed(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _item(item: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
     place = {"output_index": index}
+    if item["type"] in HOSTED:
+        yield from hosted_events(item, index)
+        return
     own = {"item_id": item["id"], **place}
     call = _CALLS.get(item["type"])
     empty: dict[str, Any] = {call[1]: ""} if call else {"content": []}
@@ -52,6 +61,25 @@ def _item(item: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
     else:
         for number, part in enumerate(item["content"]):
             yield from _part(part, {**own, "content_index": number})
+    yield {"type": "response.output_item.done", **place, "item": item}
+
+
+def hosted_events(item: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    """The events of a whole item of an MCP server's."""
+    place = {"output_index": index}
+    own = {"item_id": item["id"], **place}
+    empty = HOSTED[item["type"]]
+    yield {"type": "response.output_item.added", **place, "item": {**item, **empty}}
+    if item["type"] == "mcp_list_tools":
+        yield {"type": "response.mcp_list_tools.in_progress", **own}
+        yield {"type": "response.mcp_list_tools.completed", **own}
+    if item["type"] == "mcp_call":
+        yield {"type": "response.mcp_call.in_progress", **own}
+        text = item["arguments"]
+        yield {"type": "response.mcp_call_arguments.delta", **own, "delta": text}
+        yield {"type": "response.mcp_call_arguments.done", **own, "arguments": text}
+        if item["status"] in ("completed", "failed"):
+            yield {"type": f"response.mcp_call.{item['status']}", **own}
     yield {"type": "response.output_item.done", **place, "item": item}
 
 

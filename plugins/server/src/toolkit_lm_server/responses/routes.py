@@ -30,8 +30,8 @@ from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
 from toolkit_lm_server.responses.conversation_store import ConversationStore
 from toolkit_lm_server.responses.conversations import add_conversations
-from toolkit_lm_server.responses.items import items_of, listed, messages_of
-from toolkit_lm_server.responses.making import Making
+from toolkit_lm_server.responses.items import APPROVAL, items_of, listed, messages_of
+from toolkit_lm_server.responses.making import Dialogue, Making
 from toolkit_lm_server.responses.output import Output, ResponseEvents
 from toolkit_lm_server.responses.replay import replayed
 from toolkit_lm_server.responses.schemas import (
@@ -66,19 +66,22 @@ class Responses:
         self._store = store
         self._conversations = conversations
         self._background = Background()
+        self.kinds: dict[str, type[Making]] = {}
+        """Work on responses to requests with a tool of this type. Plugins add theirs."""
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answers an input: a text, or the items of a conversation."""
         owner = caller_of(request).client
-        own = body.own_messages()
+        body.own_messages()
         items = items_of(body.input)
         turns = (
             self._earlier(body.previous_response_id, owner)
             if body.conversation_id is None
             else await self._conversation(body.conversation_id, items, owner)
         )
-        earlier = [message for turn in turns for message in messages_of(turn)]
         turns.append(items)
+        dialogue = _dialogue(turns)
+        kind = self._kind(body, items)
         keeps = self._keeps(body)
 
         output = Output(body, body.model or self._engines[None].served_model_name, is_kept=keeps)
@@ -91,16 +94,30 @@ class Responses:
                     body.conversation_id, owner, [*items, *response["output"]]
                 )
 
-        messages = [*earlier, *own]
-        making = Making(self._chat, body, messages, request_context(request), output, keep)
+        making = kind(self._chat, body, dialogue, request_context(request), output, keep)
         if body.background:
-            self._check_background(body.chat([], messages), keeps)
+            self._check_background(body.chat([], dialogue.messages), keeps)
             self._background.start(output.id, making.settle)
             keep(queued := output.state("queued"))
             return await answer(lambda: queued, is_large=False)
         if body.stream:
             return await stream_of(making.begin(), making.events, ResponseEvents)
         return await making.whole()
+
+    def _kind(self, body: ResponsesBody, items: list[dict[str, Any]]) -> type[Making]:
+        """The kind of work that the request's tools need. Raises RequestError for an approval of a
+        call that nothing could make."""
+        for tool in body.tools or ():
+            if isinstance(kind := tool.get("type"), str) and kind in self.kinds:
+                return self.kinds[kind]
+        for index, item in enumerate(items):
+            if item["type"] == APPROVAL and item.get("approve"):
+                raise RequestError(
+                    f"input[{index}]: a call is approved, and tools has no tool of type 'mcp' that "
+                    "this server runs.",
+                    "input",
+                )
+        return Making
 
     async def _conversation(self, name: str, items: list[dict[str, Any]], owner: str) -> Turns:
         """The conversation that the request continues, as a turn. Raises ApiError. `items`: the
@@ -242,6 +259,14 @@ class _Replay:
         """Has no effect: nothing is under way."""
 
 
+def _dialogue(turns: Turns) -> Dialogue:
+    """The conversation of some turns, the last of which is the request's. Raises RequestError."""
+    items = [item for turn in turns for item in turn]
+    approvals = {item["id"]: item for item in items if item["type"] == "mcp_approval_request"}
+    messages = [message for turn in turns for message in messages_of(turn, approvals=approvals)]
+    return Dialogue(items, messages, len(turns[-1]))
+
+
 def _unknown(name: str, param: str, status: int = 404) -> ApiError:
     message = (
         f"Response with id {printable(name)!r} not found: only the latest are kept, in memory."
@@ -255,7 +280,7 @@ def add_responses(
     chat: Chat,
     body: type[ResponsesBody],
     options: ServerOptions,
-) -> None:
+) -> Responses:
     """Adds the routes of responses, with those of kept responses and conversations where some are
     kept. `body`: the body class with plugins' fields."""
     store = ResponseStore(options.max_stored_responses)
@@ -272,6 +297,7 @@ def add_responses(
     if store.is_on:
         _add_kept(router, responses)
         add_conversations(router, conversations)
+    return responses
 
 
 def _add_kept(router: APIRouter, responses: Responses) -> None:

@@ -23,15 +23,45 @@ class ResponsePart(Described):
     """Log probabilities of the tokens, where the request asks for them."""
 
 
+class McpTool(Described):
+    name: str
+    """The tool's name."""
+    description: str | None
+    """What the tool does, as its server says."""
+    input_schema: dict[str, Any]
+    """JSON Schema of the arguments."""
+    annotations: dict[str, Any] | None
+    """Hints of the server about the tool."""
+
+
+class McpError(Described):
+    type: Literal["http_error", "mcp_protocol_error", "mcp_tool_execution_error"]
+    """Who failed: the server, its protocol, or the tool."""
+    code: int | None = None
+    """The HTTP status, or the code of the protocol. Absent for a tool's failure."""
+    message: str | None = None
+    """The error in words. Absent for a tool's failure."""
+    content: list[dict[str, Any]] | None = None
+    """The tool's answer, where it failed."""
+
+
 class ResponseItem(Described):
     """One item of the output: a message, reasoning, or a call."""
 
-    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "custom_tool_call",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+    ]
     """The kind of item."""
     id: str
     """The object's id."""
-    status: Literal["in_progress", "completed", "incomplete"]
-    """Whether the item is whole."""
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "completed"
+    """Whether the item is whole. Lists of tools and requests for approval have none."""
     role: Literal["assistant"] = "assistant"
     """The author of a message."""
     content: list[ResponsePart] = []
@@ -48,6 +78,16 @@ class ResponseItem(Described):
     """JSON of the arguments of a function."""
     input: str = ""
     """The input of a custom tool."""
+    server_label: str = ""
+    """The name of the MCP server that has the tools, as the request calls it."""
+    tools: list[McpTool] = []
+    """The tools of an MCP server that the model may call."""
+    output: str | None = None
+    """The answer of a tool of an MCP server."""
+    error: McpError | None = None
+    """The error of such a call."""
+    approval_request_id: str | None = None
+    """The request for approval of such a call."""
 
 
 class InputTokens(Described):
