@@ -44,6 +44,7 @@ SHIPPED = [
     "loaders",
     "lora",
     "mcp",
+    "moderations",
     "moe",
     "ollama",
     "opentelemetry",

@@ -55,7 +55,7 @@ EMBEDS = (
     "/embed_sparse",
     "/similarity",
 )
-CLASSIFIES = ("/classify", "/predict")
+CLASSIFIES = ("/classify", "/predict", "/v1/moderations")
 ENGINES = ("generate", "embed", "classify", "render")
 RENDERS = (
     "/v1/chat/completions/render",
@@ -135,7 +135,7 @@ def classifier(folder: Path) -> Path:
     config = json.loads((tiny / "config.json").read_text())
     config |= {
         "architectures": ["LlamaForSequenceClassification"],
-        "id2label": {"0": "angry", "1": "calm", "2": "glad"},
+        "id2label": {"0": "angry", "1": "neutral", "2": "glad"},
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -167,7 +167,7 @@ async def test_other_spellings_behind_a_prefix(engine):
         ("/v1/realtime", "stream /v1/chat/completions"),
         ("/v1/images/generations", "makes images"),
         ("/v1/files/file-1/content", "batches.folder"),
-        ("/v1/moderations", "/classify"),
+        ("/v1/moderations", "model that classifies"),
         ("/v1/conversations", "send the whole one"),
     ],
 )

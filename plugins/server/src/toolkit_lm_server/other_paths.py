@@ -18,7 +18,8 @@ _MISSING = {
     "/v1/realtime": "there are no sessions: stream /v1/chat/completions",
     "/v1/images": "no model here makes images: answers are texts",
     "/v1/videos": "no model here makes videos: answers are texts",
-    "/v1/moderations": "there is no moderation: ask /classify of a model that classifies",
+    "/v1/moderations": "a model that classifies answers it: the operator names the plugin "
+    "moderations (routes)",
     "/v1/files": "no files are kept: the plugin batches needs a folder (batches.folder)",
     "/v1/uploads": "files come whole: POST /v1/files, where the plugin batches has a folder",
     "/v1/batches": "no batches are kept: the plugin batches needs a folder (batches.folder)",
