@@ -36,6 +36,12 @@ MAPPINGS = {
     "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "CTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    # transformers lists them in no mapping of a task.
+    "retrieval": {
+        "colmodernvbert": "ColModernVBertForRetrieval",
+        "colpali": "ColPaliForRetrieval",
+        "colqwen2": "ColQwen2ForRetrieval",
+    },
 }
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     # Tokens that a checkpoint forces are not the model's.
@@ -54,6 +60,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields of config.json, by mapping."""
 LENGTHS = (5, 17, 33, 3, 1)
+SHORTEST = {"funnel": 5}
+"""Tokens of the shortest prompts that code of transformers runs, where one token is too few."""
 MAX_TOKENS = 8
 OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
@@ -345,8 +353,14 @@ class Pooling(Run):
     end: tuple[int, ...] = ()
     """Tokens after each prompt."""
 
+    def save(self, case: Case, folder: Path) -> Any:
+        shortest = SHORTEST.get(case.model_type, 1)
+        self.prompts = [prompt for prompt in prompts() if len(prompt) >= shortest]
+        self.note = f"prompts of {shortest} tokens or more" if shortest > 1 else ""
+        return super().save(case, folder)
+
     def plain(self, model: Any) -> None:
-        self.vectors(model, [5, 6, 7, *self.end])
+        self.vectors(model, [*self.prompts[0], *self.end])
 
     @torch.inference_mode()
     def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
@@ -357,7 +371,7 @@ class Pooling(Run):
     def engine(self, folder: Path) -> list[torch.Tensor]:
         with LLM(str(folder), **OPTIONS) as llm:
             outputs = llm.encode(
-                [{"prompt_token_ids": [*prompt, *self.end]} for prompt in prompts()],
+                [{"prompt_token_ids": [*prompt, *self.end]} for prompt in self.prompts],
                 self.params,
                 use_tqdm=False,
             )
@@ -367,7 +381,7 @@ class Pooling(Run):
         return [torch.tensor(output.outputs.data) for output in outputs]
 
     def compare(self, model: Any, ours: list[torch.Tensor]) -> None:
-        for prompt, found in zip(prompts(), ours, strict=True):
+        for prompt, found in zip(self.prompts, ours, strict=True):
             reference = self.vectors(model, [*prompt, *self.end])
             assert found.shape == reference.shape, (
                 f"shape {list(found.shape)}, not {list(reference.shape)}"
@@ -390,6 +404,29 @@ class Classification(Pooling):
         return found[0].float()
 
 
+class Retrieval(Pooling):
+    """Classes that give vectors of queries and of pictures, here those of texts."""
+
+    params = PoolingParams(task="token_embed")
+
+    def save(self, case: Case, folder: Path) -> Any:
+        self.prompts = prompts()
+        config = images.tiny_config(case.model_type)
+        model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
+        tokens = json.dumps({"bos_token": "<s>", "pad_token": "<pad>"})
+        (folder / "tokenizer_config.json").write_text(tokens, encoding="utf-8")
+        self.note = "text alone"
+        return model
+
+    @torch.inference_mode()
+    def vectors(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        ids = torch.tensor([tokens])
+        # The marks of its processor: a prefix.
+        more = {"token_type_ids": torch.zeros_like(ids)} if "Pali" in type(model).__name__ else {}
+        found: torch.Tensor = model(input_ids=ids, **more).embeddings
+        return found[0].float()
+
+
 RUNS: Mapping[str, Any] = {
     "causal": Generation(),
     "image-text": ImageText(),
@@ -399,6 +436,7 @@ RUNS: Mapping[str, Any] = {
     "classification": Classification(),
     "speech": Hearing(),
     "CTC": Labelling(),
+    "retrieval": Retrieval(),
 }
 
 

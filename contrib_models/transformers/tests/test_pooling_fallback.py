@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tiny_models import save
 from toolkit_lm import LLM, PoolingParams
 from toolkit_lm.errors import CheckpointError
@@ -53,6 +54,28 @@ def test_a_classifier_of_sequences_has_no_classes_of_tokens(tmp_path):
     save("gpt_neox", tmp_path, architecture="GPTNeoXForSequenceClassification", num_labels=3)
     with pytest.raises(Exception, match="token_classify"):
         pooled(tmp_path, PoolingParams(task="token_classify"))
+
+
+@pytest.mark.parametrize("architecture", ["FunnelModel", "FunnelForMaskedLM"])
+def test_prompts_that_the_code_of_transformers_cannot_run(architecture, tmp_path):
+    """Funnel pools its tokens twice, and needs five. Shorter prompts fail alone."""
+    save("funnel", tmp_path, architecture=architecture, block_sizes=[1, 1, 1])
+    model = getattr(transformers, architecture).from_pretrained(tmp_path).eval()
+    prompts = [*PROMPTS, [7] * 5, [9] * 12]
+    options = {"model_impl": "transformers_pooling", "dtype": "float32", "max_model_len": 64}
+    with LLM(str(tmp_path), renderer="tokens", **options) as llm:
+        for _ in range(2):
+            outputs = llm.encode(
+                [{"prompt_token_ids": p} for p in prompts], VECTORS, use_tqdm=False
+            )
+            for prompt, output in zip(prompts, outputs, strict=True):
+                if len(prompt) < 5:
+                    assert "not finite" in output.error
+                    continue
+                with torch.inference_mode():
+                    expected = model.base_model(torch.tensor([prompt]))[0][0]
+                found = torch.tensor(output.outputs.data)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_of_pictures_is_refused(tmp_path):

@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from qwen_harness import IMAGE, random_qwen
+from qwen_harness import IMAGE, qwen2_vl, qwen3_vl, random_qwen
 from test_paligemma import make_pali
 from test_qwen2_vl_rendered import ITEM, write_checkpoint
 from toolkit_lm import LLM
 from toolkit_lm.errors import RequestError
+from toolkit_lm_devkit import randomize
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 from vision_checkpoints import drawings
 
@@ -131,3 +132,34 @@ def test_refusals(subject, prompt, options, reason):
         with pytest.raises(RequestError, match=reason):
             llm.embed(prompt, **options)
         assert llm.embed("next")[0].error is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", [qwen2_vl, qwen3_vl])
+def test_a_classifier_of_rows_of_the_head(family, tied, tmp_path):
+    """The head of a model that sees, or its tied embedding, is that of its language part."""
+    theirs = family(tie_word_embeddings=tied)
+    randomize(theirs)
+    path = write_checkpoint(theirs.eval(), tmp_path)
+    read = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="<pad>")
+    images = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    (picture,) = drawings(1, 9)
+    options = {
+        "convert": "classify",
+        "classifier_method": "from_2_way_softmax",
+        "classifier_tokens": ["n", "y"],
+        "score_template": "pair",
+        "use_activation": False,
+    }
+    no, yes = (read.encode(word)[0] for word in "ny")
+    rows = theirs.lm_head.weight.detach()
+    with LLM(str(tmp_path), **OPTIONS, **options) as llm:
+        prompts = [prompt_of(TEXTS[1], [picture]), "plain"]
+        for output, (text, items) in zip(
+            llm.classify(prompts), [(TEXTS[1], [picture]), ("plain", [])], strict=True
+        ):
+            states = hidden_states((theirs, tmp_path, images, read), text, items)[-1]
+            expected = float((rows[yes] - rows[no]) @ states.detach())
+            assert float(output.outputs.data[0]) == pytest.approx(expected, abs=1e-3)
+        with pytest.raises(RequestError, match="reads pairs of texts"):
+            llm.score("a", [{"content": [{"type": "image", "image": picture}]}])

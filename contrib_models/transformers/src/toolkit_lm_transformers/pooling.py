@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -33,7 +34,11 @@ from toolkit_lm_transformers.deadline import deadline
 from toolkit_lm_transformers.examine import check_config, read_by_class, understood
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = 300.0
+_PROBE = 8
+"""Tokens of a pass over shapes. Funnel, which pools its tokens twice, runs no fewer than 5."""
 _OWN_POOLER = "own_pooler"
 """Name of the child `pooler` of a model of transformers: `pooler` is the engine's own."""
 _KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -87,7 +92,15 @@ class WholeModel(CacheLayer):
         for members in alike.values():
             index = torch.stack([torch.arange(row.start, row.stop) for row in members])
             index = index.to(out.device)
-            out[index] = self.compute_rows(*(tensor[index] for tensor in inputs)).to(out.dtype)
+            try:
+                out[index] = self.compute_rows(*(tensor[index] for tensor in inputs)).to(out.dtype)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                    raise
+                # Code of transformers that cannot run prompts so short, such as Funnel's: their
+                # requests fail, and others do not.
+                logger.warning("prompts of %d tokens fail: %s", index.shape[1], error)
+                out[index] = torch.nan
 
 
 class TransformersForPooling(FallbackModel):
@@ -202,13 +215,13 @@ def width_of(encoder: Any, kind: str) -> int:
     """Numbers of a token in an encoder's result, by a pass over shapes. If that needs values, they
     are the config's `hidden_size`."""
     try:
-        result = encoder(input_ids=torch.zeros(1, 3, dtype=torch.long, device="meta"))
+        result = encoder(input_ids=torch.zeros(1, _PROBE, dtype=torch.long, device="meta"))
     except RuntimeError as error:
         size = getattr(encoder.config, "hidden_size", None)
         if "meta" not in str(error) or not isinstance(size, int):
             raise
         return size
-    return int(_values(result, kind, 3).shape[-1])
+    return int(_values(result, kind, _PROBE).shape[-1])
 
 
 def _flat(names: Mapping[str, Any]) -> set[str]:

@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    # Models for retrieval hold the config of a language model that sees.
+    inner = hf_config.get("vlm_config")
+    hf_config = inner if isinstance(inner, dict) else hf_config
     nested = hf_config.get("text_config")
     return {**hf_config, **nested} if isinstance(nested, dict) else hf_config
 
