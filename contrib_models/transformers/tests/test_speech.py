@@ -119,6 +119,16 @@ def test_recordings_that_are_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:no installed plugin")
+def test_a_language_is_not_guessed(tmp_path):
+    checkpoint("canary", tmp_path)
+    with (
+        LLM(str(tmp_path), **OPTIONS) as llm,
+        pytest.raises(ToolkitError, match="is told the language"),
+    ):
+        llm.generate([{"encoder_prompt": {"audio": sounds()[0]}}], PARAMS, use_tqdm=False)
+
+
+@pytest.mark.filterwarnings("ignore:no installed plugin")
 def test_without_a_feature_extractor_features_are_read(tmp_path):
     model = checkpoint("moonshine", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()

@@ -23,6 +23,8 @@ _NOT_READ = frozenset(
     | {"presence_penalty", "repetition_penalty", "structured_outputs", "use_beam_search"}
 )
 """Parameters that would choose other tokens than those that the frames have."""
+_PROMPTED = ("canary", "cohere_asr", "seamless_m4t", "seamless_m4t_v2")
+"""Types whose decoder is told the language, by tokens that their processors make."""
 _DEFAULTS = SamplingParams()
 _INFINITE = 3e38
 """Values of float32 are smaller."""
@@ -97,6 +99,15 @@ class SpeechRules(UsualRules):
                 param,
             )
         return EncoderInput(num_tokens=count, features=Array.of(features))
+
+    def default_decoder_prompt(self) -> list[int]:
+        if self.config.hf_config.get("model_type") in _PROMPTED:
+            raise RequestError(
+                "the decoder of this model is told the language: give a decoder_prompt of token "
+                "ids, as the checkpoint's processor makes them.",
+                "prompt",
+            )
+        return super().default_decoder_prompt()
 
     def _samples(self, prompt: Mapping[str, Any]) -> np.ndarray:
         """[N] float32, between -1 and 1 where they were integers. Raises RequestError."""

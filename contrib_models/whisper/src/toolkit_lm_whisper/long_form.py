@@ -46,8 +46,10 @@ class Segment:
     temperature: float = 0.0
     """Temperature at which the text of its window was drawn. The next three values are of the same
     draw."""
-    avg_logprob: float = 0.0
-    compression_ratio: float = 1.0
+    avg_logprob: float | None = 0.0
+    """Mean log probability of a token; None: no token was drawn from a distribution."""
+    compression_ratio: float | None = 1.0
+    """Bytes of its tokens by those that zlib makes of them; None: it was not asked for."""
     no_speech_prob: float | None = None
     """Probability that the window has no speech; None: it was not asked for."""
 

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 _VERSION = "/v1"
 _MISSING = {
     "/v1/audio/speech": "no model here speaks: answers are texts",
-    "/v1/audio/transcriptions": "the served model hears no recordings: serve a Whisper",
-    "/v1/audio/translations": "the served model hears no recordings: serve a Whisper",
+    "/v1/audio/transcriptions": "the served model hears no recordings: serve one that does",
+    "/v1/audio/translations": "the served model hears no recordings: serve one that does",
     "/v1/realtime": "there are no sessions: stream /v1/chat/completions",
     "/v1/images": "no model here makes images: answers are texts",
     "/v1/videos": "no model here makes videos: answers are texts",

@@ -1,4 +1,4 @@
-"""Recordings to text by Whisper models: `toolkit transcribe`, and OpenAI's routes of audio."""
+"""Recordings to text by models that hear: `toolkit transcribe`, and OpenAI's routes of audio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add(
         "transcribe",
         "toolkit_lm_transcription.cli:transcribe",
-        help="Transcribe recordings with a Whisper model, offline.",
+        help="Transcribe recordings with a model that hears, offline.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,12 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_commands.options import engine_command
 from toolkit_lm_whisper.features import LogMel
 from toolkit_lm_whisper.recordings import read_recording
+
+if TYPE_CHECKING:
+    from toolkit_lm import LLM
+    from toolkit_lm_whisper.transcriber import Transcriber
+
+    from toolkit_lm_transcription.whole import WholeTranscriber
 
 _FORMATS = ("txt", "srt", "vtt", "json")
 
@@ -47,7 +53,7 @@ def transcribe(
         str, typer.Option(metavar="transcribe|translate", help="Task. translate: to English.")
     ] = "transcribe",
 ) -> None:
-    """Transcribe recordings with a Whisper model, offline.
+    """Transcribe recordings with a model that hears, offline.
 
     A file that cannot be read is reported on stderr; the others go on, and the exit code is then
     1."""
@@ -96,7 +102,6 @@ def _transcripts(
 ) -> list[str]:
     from toolkit_lm import LLM
     from toolkit_lm_whisper.formats import FORMATS
-    from toolkit_lm_whisper.transcriber import Transcriber
 
     console = Console(stderr=True, markup=False, emoji=False)
     columns = (
@@ -115,10 +120,28 @@ def _transcripts(
             bars.add_task(f"recording {i}", total=len(samples) / rate)
             for i, (samples, rate) in enumerate(files, 1)
         ]
-        found = Transcriber(llm).transcribe(
+        transcriber = _transcriber(llm)
+        found = transcriber.transcribe(
             files,
             language=language,
             task=task,
             progress=lambda i, done: bars.update(rows[i], completed=done),
         )
     return [FORMATS[format](transcription) for transcription in found]
+
+
+def _transcriber(llm: LLM) -> Transcriber | WholeTranscriber:
+    """Raises ToolkitError for a model that does not hear, ConfigError for one of another rate."""
+    from toolkit_lm_whisper.transcriber import Transcriber
+
+    from toolkit_lm_transcription.whole import WholeTranscriber, rules_that_hear
+
+    if rules_that_hear(llm.config, llm.engine.plugins) is None:
+        return Transcriber(llm)
+    made = WholeTranscriber(llm)
+    if made.sampling_rate != LogMel.sampling_rate:
+        raise ConfigError(
+            f"{llm.config.model.model!r} hears {made.sampling_rate} samples a second, and this "
+            f"command reads {LogMel.sampling_rate}: use the HTTP API, which resamples."
+        )
+    return made

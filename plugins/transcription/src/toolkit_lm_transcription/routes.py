@@ -24,6 +24,8 @@ from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
 from toolkit_lm_whisper.recordings import LIMITS
 from toolkit_lm_whisper.transcriber import AsyncTranscriber
 
+from toolkit_lm_transcription.whole import AsyncWholeTranscriber, WholeRecording, rules_that_hear
+
 if TYPE_CHECKING:
     from toolkit_lm.processing import RequestOptions
     from toolkit_lm_server.engines import Engines
@@ -94,7 +96,10 @@ class _Work:
     """A recording on its way, and what it costs."""
 
     def __init__(
-        self, recording: Recording, segments: AsyncGenerator[list[Segment], None], paid: ExitStack
+        self,
+        recording: Recording | WholeRecording,
+        segments: AsyncGenerator[list[Segment], None],
+        paid: ExitStack,
     ) -> None:
         self.recording = recording
         self.segments = segments
@@ -113,13 +118,16 @@ class Audio:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._transcribers: dict[ServingEngine, AsyncTranscriber] = {}
+        self._transcribers: dict[ServingEngine, AsyncTranscriber | AsyncWholeTranscriber] = {}
 
-    def _transcriber(self, engine: ServingEngine) -> AsyncTranscriber:
-        """Raises ApiError for a model that sets no timestamps."""
+    def _transcriber(self, engine: ServingEngine) -> AsyncTranscriber | AsyncWholeTranscriber:
+        """Raises ApiError for a model that does not hear, or a Whisper that sets no timestamps."""
         if engine not in self._transcribers:
+            is_whole = rules_that_hear(engine.config, engine.plugins) is not None
             try:
-                self._transcribers[engine] = AsyncTranscriber(engine)
+                self._transcribers[engine] = (
+                    AsyncWholeTranscriber(engine) if is_whole else AsyncTranscriber(engine)
+                )
             except ToolkitError as error:
                 raise ApiError(400, str(error), param="model") from error
         return self._transcribers[engine]
@@ -187,16 +195,16 @@ class Audio:
             )
             samples = await asyncio.to_thread(_samples, data, name, rate)
             thresholds = Thresholds(temperatures=(form.temperature,)) if form.temperature else None
-            recording = await transcriber.begin(
-                samples,
-                rate,
-                language=language,
-                task=task,
-                prompt=form.prompt,
-                thresholds=thresholds,
-                tells_no_speech=form.response_format == "verbose_json",
-            )
-            return _Work(recording, transcriber.segments(recording, **options), paid.pop_all())
+            asked: dict[str, Any] = {
+                "language": language,
+                "task": task,
+                "prompt": form.prompt,
+                "thresholds": thresholds,
+                "tells_no_speech": form.response_format == "verbose_json",
+            }
+            recording: Any = await transcriber.begin(samples, rate, **asked)
+            segments = transcriber.segments(recording, **options)
+            return _Work(recording, segments, paid.pop_all())
 
 
 def _seconds(data: bytes, name: str) -> float:
@@ -217,8 +225,10 @@ async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
 
 
 def add_routes(router: APIRouter, engine: ServingEngine, engines: Engines) -> None:
-    """Adds the routes if the model is a Whisper; they are useless for others."""
-    if engine.config.hf_config.get("model_type") != "whisper":
+    """Adds the routes if the model is a Whisper, or hears recordings whole; they are useless for
+    others."""
+    is_whisper = engine.config.hf_config.get("model_type") == "whisper"
+    if not is_whisper and rules_that_hear(engine.config, engine.plugins) is None:
         return
     audio = Audio(engines)
     for path, handler in (
