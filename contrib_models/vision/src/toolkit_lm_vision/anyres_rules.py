@@ -184,12 +184,12 @@ class OneVisionRules(AnyresRules):
     of its frames, and one token more. There are none where the tokenizer has no token of them."""
 
     defaults = ONEVISION
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: tuple[str, ...] = ("image", "video")
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         if lacks_token(config, self.placeholder_id("video")):
-            self.modalities = ("image",)  # type: ignore[misc]
+            self.modalities = ("image",)
 
     def placeholder_id(self, modality: str) -> int:
         if modality != "video":

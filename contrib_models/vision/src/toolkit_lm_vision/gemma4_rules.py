@@ -126,7 +126,7 @@ class Gemma4Rules(MultiModalRules):
     pictures after their times; there are none where the tokenizer has no token of videos."""
 
     bidirectional = True
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: tuple[str, ...] = ("image", "video")
     surround: ClassVar[Mapping[str, tuple[str, str]]] = {"video": ("00:00 ", "")}
 
     def __init__(self, config: VllmConfig) -> None:
@@ -136,7 +136,7 @@ class Gemma4Rules(MultiModalRules):
         self.hidden_size = text_size({"hidden_size": 2304, **text})
         self._video = added_token(config, "<|video|>")
         if self._video is None:
-            self.modalities = ("image",)  # type: ignore[misc]
+            self.modalities = ("image",)
 
     def placeholder_id(self, modality: str) -> int:
         if modality == "video" and self._video is not None:

@@ -37,7 +37,7 @@ class Glm4vRules(Qwen3VLRules):
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         if lacks_token(config, self.placeholder_id("video")):
-            self.modalities = ("image",)  # type: ignore[misc]
+            self.modalities = ("image",)
         stated = _TENTHS.get(_processor_of(config))
         self._has_tenths = self.has_tenths if stated is None else stated
 

@@ -73,7 +73,7 @@ class InternVLRules(MultiModalRules):
     """A picture, of one tile or several, stands between `<img>` and `</img>`; so does each frame of
     a video, after its number. There are no videos where the tokenizer has no token of them."""
 
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: tuple[str, ...] = ("image", "video")
     surround: ClassVar[Mapping[str, tuple[str, str]]] = {
         "image": ("<img>", "</img>"),
         "video": ("Frame1: <img>", "</img>"),
@@ -88,7 +88,7 @@ class InternVLRules(MultiModalRules):
         self.hidden_size = text_size({"hidden_size": 4096, **text})
         self._video = added_token(config, "<video>")
         if self._video is None:
-            self.modalities = ("image",)  # type: ignore[misc]
+            self.modalities = ("image",)
 
     def placeholder_id(self, modality: str) -> int:
         if modality == "video" and self._video is not None:

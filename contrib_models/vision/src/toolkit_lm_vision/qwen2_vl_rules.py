@@ -35,7 +35,7 @@ class Qwen2VLRules(MultiModalRules):
     """An item is as many image tokens, or video tokens, as its grid of patches has squares that are
     merged."""
 
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: tuple[str, ...] = ("image", "video")
     tower: ClassVar[str] = "qwen2_vl"
     """Kind of the tower, as in PatchShape."""
 

@@ -33,7 +33,9 @@ class MultiModalRules:
     One instance serves all requests of an engine, from several threads.
     """
 
-    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    modalities: tuple[str, ...] = ("image",)
+    """Modalities that the model reads. An instance may have fewer than its class, as its checkpoint
+    does."""
     bidirectional: ClassVar[bool] = False
     """An item's tokens attend to each other in both directions: no chunk of a prompt ends inside
     one."""
