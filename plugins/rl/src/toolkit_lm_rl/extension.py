@@ -43,6 +43,19 @@ class ModelRunnerView:
         self.device = device
 
 
+class ModelConfigView:
+    """The config's section of the model, whose `dtype` is torch's, as vLLM has it."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        from toolkit_lm.model import torch_dtype
+
+        self._section = config.model
+        self.dtype = torch_dtype(config.model.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._section, name)
+
+
 class Worker:
     """The worker as `self` of an extension's methods: vLLM's attributes of these names."""
 
@@ -51,7 +64,7 @@ class Worker:
         self.local_rank = config.parallel.rank % config.parallel.ranks_per_node
         self.device = device
         self.vllm_config = config
-        self.model_config = config.model
+        self.model_config = ModelConfigView(config)
         self.parallel_config = config.parallel
         self.model_runner = ModelRunnerView(WorkerModel(model, stage), device)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _TENSOR = 1
 _ARRAY = 2
+_DTYPE = 3
 """Codes of msgpack extensions."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -32,6 +33,8 @@ def packed(value: Any, subject: str) -> Any:
         tensor = value.detach().to("cpu").contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _extension(_TENSOR, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
+    if isinstance(value, torch.dtype):
+        return _extension(_DTYPE, str(value).removeprefix("torch."), (), b"")
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _extension(_ARRAY, value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -42,7 +45,7 @@ def packed(value: Any, subject: str) -> Any:
         return value
     raise RequestError(
         f"{subject} is a {type(value).__name__}: calls carry numbers, texts, bytes, lists, "
-        "mappings by text, tensors and arrays of numbers.",
+        "mappings by text, dtypes of torch, tensors and arrays of numbers.",
         subject.partition("[")[0],
     )
 
@@ -61,13 +64,14 @@ def _extension(code: int, dtype: str, shape: Any, data: bytes) -> msgspec.msgpac
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(_Contents(dtype, [*shape], data)))
 
 
-def _made(extension: msgspec.msgpack.Ext) -> Tensor | np.ndarray:
-    makers: dict[int, Callable[[_Contents], Tensor | np.ndarray]] = {
+def _made(extension: msgspec.msgpack.Ext) -> Tensor | np.ndarray | torch.dtype:
+    makers: dict[int, Callable[[_Contents], Tensor | np.ndarray | torch.dtype]] = {
         _TENSOR: _tensor,
         _ARRAY: _array,
+        _DTYPE: _dtype,
     }
     if extension.code not in makers:
-        raise RequestError(f"a call has an extension {extension.code}: known are 1 and 2.", "args")
+        raise RequestError(f"a call has an extension {extension.code}: known are 1 to 3.", "args")
     try:
         contents = msgspec.msgpack.decode(extension.data, type=_Contents)
         return makers[extension.code](contents)
@@ -75,10 +79,15 @@ def _made(extension: msgspec.msgpack.Ext) -> Tensor | np.ndarray:
         raise RequestError(f"a tensor of a call cannot be read: {error}.", "args") from error
 
 
-def _tensor(contents: _Contents) -> Tensor:
+def _dtype(contents: _Contents) -> torch.dtype:
     dtype = getattr(torch, contents.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{contents.dtype!r} is no dtype of torch")
+    return dtype
+
+
+def _tensor(contents: _Contents) -> Tensor:
+    dtype = _dtype(contents)
     flat = torch.frombuffer(bytearray(contents.data) or bytearray(1), dtype=torch.uint8)
     return flat[: len(contents.data)].view(dtype).reshape(contents.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.errors import page
@@ -77,8 +78,10 @@ METHODS = {
     "add_lora": "a request names its adapter: lora_request",
     "remove_lora": "adapters that are not used leave the memory: the option max_loras",
     "list_loras": "a request names its adapter: lora_request",
+    "start_profile": "torch.profiler, in a class that worker_extension_cls names",
+    "stop_profile": "torch.profiler, in a class that worker_extension_cls names",
+    "engine_core": "AsyncLLM.abort ends a request",
     "start_weight_update": f"give new weights to a Control of toolkit_lm_rl: {page('rl.md')}",
-    "reset_mm_cache": "the option mm_processor_cache_gb is the size of the cache of media",
 }
 """What to use, by the method of an engine that is not here."""
 _OTHERWISE = f"{page('vllm.md')} lists what there is"
@@ -101,14 +104,25 @@ def absent(module: str) -> Callable[[str], object]:
         if name.startswith("__"):
             raise AttributeError(name)
         # A package's own `__getattr__` may stand between.
-        callers = (sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name)
+        frame = sys._getframe(1)
+        callers = [frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name]
         imports = "_handle_fromlist" in callers
+        if imports and _is_module(f"{module}.{name}"):
+            # Python imports it then.
+            raise AttributeError(name)
         way = NAMES.get(name, _OTHERWISE)
         # For an AttributeError, `from module import name` would show its own message.
         kind = ImportError if imports else AttributeError
         raise kind(f"cannot import {name!r} from {module!r}: {way}.")
 
     return missing
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except ImportError:
+        return False
 
 
 class SaysWhatToUse:

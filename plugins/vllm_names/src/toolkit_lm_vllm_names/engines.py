@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
+from functools import cached_property
 from typing import Any, Self
 
 import toolkit_lm
@@ -18,6 +19,7 @@ from toolkit_lm_vllm_names.engine_args import EngineArgs
 from toolkit_lm_vllm_names.metrics import Metric, counting, snapshot
 from toolkit_lm_vllm_names.prompt_embeds import prompt_and_params
 from toolkit_lm_vllm_names.sleeping import SleepsAsync
+from toolkit_lm_vllm_names.unfinished import OutputProcessor
 
 _VLLMS = (
     *("arrival_time", "trace_headers", "tokenization_kwargs", "data_parallel_rank"),
@@ -169,7 +171,19 @@ class AsyncLLM(SleepsAsync, SaysWhatToUse):
         prompt, sampling_params = prompt_and_params(
             prompt, sampling_params or self.processor.default_params
         )
-        return super().generate(prompt, sampling_params, request_id, **checked(options))
+        request_id = self._new_id() if request_id is None else request_id
+        outputs = super().generate(prompt, sampling_params, request_id, **checked(options))
+        return self.output_processor.counted(request_id, outputs)
+
+    @cached_property
+    def output_processor(self) -> OutputProcessor:
+        """Requests of `generate` that have not ended."""
+        return OutputProcessor()
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Waits until the requests of `generate` have ended. Raises TimeoutError after so many
+        seconds."""
+        await self.output_processor.drained(drain_timeout)
 
     # mypy: what is returned can be awaited, too.
     def encode(  # type: ignore[override]
@@ -196,6 +210,12 @@ class AsyncLLM(SleepsAsync, SaysWhatToUse):
         no other request reads."""
         await super().reset_prefix_cache()
         return True
+
+    async def reset_mm_cache(self) -> None:
+        """Does nothing: media are found by their content, so that none is out of date."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Does nothing: new weights drop what encoders have made with the old ones."""
 
     @property
     def is_running(self) -> bool:

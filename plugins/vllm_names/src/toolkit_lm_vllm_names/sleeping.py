@@ -67,10 +67,17 @@ class SleepsAsync(toolkit_lm.AsyncLLM):
     """An AsyncLLM that pauses, and gives memory back for a while."""
 
     async def pause_generation(
-        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+        self,
+        *,
+        mode: PauseMode = "abort",
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,
     ) -> None:
         """Pauses the engine, once running requests have ended ("abort", "wait"), or with them
-        ("keep"). `clear_cache`: cached prefixes are forgotten, except with "keep"."""
+        ("keep"). `wait_for_inflight_requests`: the older name of "wait". `clear_cache`: cached
+        prefixes are forgotten, except with "keep"."""
+        if wait_for_inflight_requests:
+            mode = "wait"
         await self._control.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
