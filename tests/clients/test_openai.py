@@ -176,6 +176,22 @@ def test_conversations(keeping_url, key):
             client.responses.create(input="hi", **asked)
 
 
+def test_stored_chats(keeping_url, key):
+    with OpenAI(base_url=f"{keeping_url}/v1", api_key=key, max_retries=0) as client:
+        asked = {"model": "tiny", "messages": ASK, "temperature": 0, "store": True}
+        made = client.chat.completions.create(**asked, metadata={"a": "b"})
+        [kept] = client.chat.completions.list(metadata={"a": "b"})
+        assert kept == client.chat.completions.retrieve(made.id)
+        assert (kept.choices[0].message.content, kept.metadata) == (PARIS, {"a": "b"})
+        [message] = client.chat.completions.messages.list(made.id)
+        assert message.content == ASK[0]["content"]
+        changed = client.chat.completions.update(made.id, metadata={"c": "d"})
+        assert changed.metadata == {"c": "d"}
+        assert client.chat.completions.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            client.chat.completions.retrieve(made.id)
+
+
 def test_tools_of_responses(client):
     tool = {"type": "function", **TOOL["function"], "strict": True}
     response = client.responses.create(

@@ -74,6 +74,7 @@ BODIES = {**GENERATED, **POOLED}
 """A good body for each route that takes one."""
 ONE = "/v1/responses/{response_id}"
 TALK = "/v1/conversations/{conversation_id}"
+CHAT = "/v1/chat/completions"
 OTHERS = {
     *(
         ("GET", path)
@@ -96,6 +97,9 @@ OTHERS = {
     ),
     *(("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")),
     ("DELETE", ONE),
+    ("GET", CHAT),
+    ("GET", f"{CHAT}/{{completion_id}}/messages"),
+    *((method, f"{CHAT}/{{completion_id}}") for method in ("GET", "POST", "DELETE")),
     *(
         (method, path)
         for path in (TALK, f"{TALK}/items", f"{TALK}/items/{{item_id}}")

@@ -69,7 +69,7 @@ def test_enumerations_are_of_one_type(document):
 
 def test_messages_and_tools_have_shapes(document):
     schemas = document["components"]["schemas"]
-    chat = schemas["ChatBody"]["properties"]
+    chat = schemas["StoringChatBody"]["properties"]
     assert chat["messages"]["items"] == {"$ref": "#/components/schemas/ChatMessage"}
     message = schemas["ChatMessage"]
     assert message["required"] == ["role"] and message["additionalProperties"] is True
@@ -80,7 +80,7 @@ def test_messages_and_tools_have_shapes(document):
 
 
 def test_renamed_fields_have_the_type_of_the_other(document):
-    chat = document["components"]["schemas"]["ChatBody"]["properties"]
+    chat = document["components"]["schemas"]["StoringChatBody"]["properties"]
     types = {name: chat[name]["anyOf"] for name in ("max_tokens", "max_new_tokens")}
     assert types["max_tokens"] == types["max_new_tokens"]
 

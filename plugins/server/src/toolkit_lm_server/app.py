@@ -63,6 +63,7 @@ from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
 from toolkit_lm_server.route import ServerRoute, route_class, vllm_route, with_body
+from toolkit_lm_server.stored_chats import StoringChatBody, add_stored_chats
 from toolkit_lm_server.tokens import Tokens
 from toolkit_lm_server.ui.files import add_api_page
 
@@ -208,7 +209,8 @@ def create_router(
         serving.config.sampling_defaults,
         options.force_include_usage,
     )
-    chat = Chat(engines, body_of(ChatBody, *with_fields), options)
+    chat_body = StoringChatBody if options.max_stored_responses else ChatBody
+    chat = Chat(engines, body_of(chat_body, *with_fields), options)
     completions = Completions(engines, options, body_of(CompletionBody, *with_fields))
     _add_generation_routes(router, engines, chat, completions, with_fields)
     responses = add_responses(router, engines, chat, body_of(ResponsesBody, *with_fields), options)
@@ -295,6 +297,8 @@ def _add_generation_routes(
             response_model=None,
             responses=responses,
         )
+    if chat.store.is_on:
+        add_stored_chats(router, chat.store)
 
 
 def _add_token_routes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,8 @@ from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_lo
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.prefills import MARKS, prefilled
 from toolkit_lm_server.protocol import ChatBody
-from toolkit_lm_server.route import check_generates, check_priority, request_context
+from toolkit_lm_server.route import caller_of, check_generates, check_priority, request_context
+from toolkit_lm_server.stored_chats import ChatStore, StoringChatBody, Streamed
 from toolkit_lm_server.tool_texts import with_tool_texts
 from toolkit_lm_server.tools import ToolUse, tool_use, with_functions
 from toolkit_lm_server.unknown_fields import STRICT, is_plain
@@ -60,6 +61,7 @@ class Chat:
         self._engines = engines
         self.body = body
         options = options or ServerOptions()
+        self.store = ChatStore(options.max_stored_responses)
         self._max_prompts = options.max_prompts
         self._fingerprints = Fingerprints(engines)
         self._formats = engines.each(lambda engine: AnswerFormats(engine, options))
@@ -67,12 +69,35 @@ class Chat:
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation, or several."""
         begin = self.begin(body, request_context(request))
+        stored = body if isinstance(body, StoringChatBody) and body.store else None
+        owner = caller_of(request).client
+        if body.stream and stored is not None:
+            return await stream_of(begin, partial(self._stored_chunks, body=stored, owner=owner))
         if body.stream:
             return await stream_of(begin, partial(ChatAnswer.chunks, in_pieces=True))
         reply = await begin
         choices = await reply.choices()
         is_large = body.prompt_logprobs is not None or are_large(choices)
-        return await answer(lambda: reply.whole(choices), is_large=is_large)
+
+        def made() -> dict[str, Any]:
+            whole = reply.whole(choices)
+            if stored is not None:
+                whole["choices"] = [*whole["choices"]]
+                self.store.add(whole, stored, owner)
+            return whole
+
+        return await answer(made, is_large=is_large)
+
+    async def _stored_chunks(
+        self, reply: ChatAnswer, *, body: StoringChatBody, owner: str
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The objects of a stream, whose answer is kept at its end."""
+        streamed = Streamed()
+        async with aclosing(reply.chunks(in_pieces=True)) as pieces:
+            async for chunks in pieces:
+                streamed.read(chunks)
+                yield chunks
+        self.store.add(streamed.completion(reply.usage()), body, owner)
 
     def budget(self, tokens: int | None, name: str, model: str | None = None) -> dict[str, Any]:
         """The field that limits reasoning, where the model is known to reason. Otherwise the limit

@@ -152,7 +152,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         int,
         option(
             "Answers of /v1/responses that are kept in memory, so that previous_response_id can "
-            "name them, and as many conversations. 0: none.",
+            "name them, and as many conversations, and chats with store true. 0: none.",
             ge=0,
         ),
     ] = 0

@@ -266,7 +266,7 @@ INFILL: Verdicts = {
 CHAT: Verdicts = {
     **SAMPLING,
     **renamed(max_completion_tokens="max_tokens"),
-    **reported("this server keeps no chats: it may keep those of /v1/responses", "store"),
+    **reported("chats are kept by a server with max_stored_responses", "store"),
 }
 
 RESPONSES: Verdicts = {

@@ -6,14 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from toolkit_lm_server.client_metadata import Metadata
 from toolkit_lm_server.protocol import PlainBody, examples
 from toolkit_lm_server.schema_texts import Described
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-]
-"""Values that a client leaves with an object."""
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=20)]
 
 
@@ -38,16 +34,6 @@ class ConversationBody(PlainBody):
     """Items that the conversation begins with: those of a response's input."""
     metadata: Metadata | None = None
     """Values that come back with the conversation."""
-
-
-class MetadataBody(PlainBody):
-    """The body that changes an object's metadata."""
-
-    model_config = examples({"metadata": {"topic": "greeting"}})
-    verdicts = {}
-
-    metadata: Metadata
-    """Values that come back with the object, in place of those that it has."""
 
 
 class ItemsBody(PlainBody):

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from toolkit_lm_server.answer_schemas import answers
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.client_metadata import MetadataBody
 from toolkit_lm_server.errors import described
 from toolkit_lm_server.pages import After, InOrder, Limit, page_of
 from toolkit_lm_server.responses.conversation_schemas import (
@@ -17,7 +18,6 @@ from toolkit_lm_server.responses.conversation_schemas import (
     ConversationObject,
     DeletedConversation,
     ItemsBody,
-    MetadataBody,
 )
 from toolkit_lm_server.responses.conversation_store import ConversationStore, unknown_item
 from toolkit_lm_server.responses.items import items_of, listed, messages_of
