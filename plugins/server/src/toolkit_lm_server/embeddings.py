@@ -51,6 +51,15 @@ _PROMPT_NAMES = {
 """Cohere's input types, with the names that sentence-transformers' checkpoints give their
 prompts."""
 
+_TASK_PROMPTS = {
+    "retrieval.query": ("query",),
+    "retrieval.passage": ("document", "passage"),
+    "classification": (),
+    "separation": ("clustering",),
+    "text-matching": ("STS", "similarity"),
+}
+"""Jina's tasks, with the names that other checkpoints give their prompts."""
+
 _OTHER_TOKENIZER = (
     " They are another tokenizer's: some clients tokenize texts themselves (LangChain's "
     "OpenAIEmbeddings, unless it is given "
@@ -68,6 +77,8 @@ class Embeddings:
     async def embed(self, body: EmbeddingBody, request: Request) -> Response:
         """Embeds each input as one vector."""
         engine = self._engines[body.model]
+        if body.task not in (None, "embed"):
+            engine = self._for_task(engine, body, str(body.task))
         outputs = await self._pool(engine, body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
             return await asyncio.to_thread(in_bytes, outputs, body, head(engine, "embd"))
@@ -211,6 +222,30 @@ class Embeddings:
             "texts": texts,
             "meta": meta,
         }
+
+    def _for_task(self, engine: ServingEngine, body: EmbeddingBody, task: str) -> ServingEngine:
+        """The engine with the adapter of one of Jina's tasks, where there is one. The checkpoint's
+        prompt of the task becomes the body's.
+
+        Raises RequestError where the model has neither.
+        """
+        prompts = engine.processor.pooling.texts.prompts
+        names = (task, *_TASK_PROMPTS.get(task, ()))
+        prompt = next((name for name in names if name in prompts), None)
+        adapters = dict.fromkeys((task, task.replace(".", "_").replace("-", "_")))
+        # A model that the body names by an adapter keeps it.
+        is_plain = engine is self._engines[None]
+        alias = next((name for name in adapters if self._engines.aliases.find(name)), None)
+        if prompt is None and alias is None:
+            known = ", ".join(map(repr, prompts)) or "none"
+            raise RequestError(
+                f"the model has no prompt and no adapter for the task {task!r}. Its prompts: "
+                f"{known}.",
+                "task",
+            )
+        if body.prompt_name is None:
+            body.prompt_name = prompt
+        return self._engines[alias] if alias is not None and is_plain else engine
 
     async def _pool(
         self, engine: ServingEngine, body: InputBody, request: Request, params: PoolingParams

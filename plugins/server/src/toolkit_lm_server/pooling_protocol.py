@@ -87,7 +87,6 @@ class EmbeddingBody(InputBody):
 
     verdicts = {
         **POOLING,
-        **refused("vectors are what this route gives", "task", "embed"),
         # vLLM activates vectors so, too.
         **renamed(
             normalized="normalize",
@@ -98,6 +97,9 @@ class EmbeddingBody(InputBody):
         {"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]}
     )
 
+    task: str | None = None
+    """Jina's: what the vectors are for, such as "retrieval.query". It names a prompt of the
+    checkpoint's, or an adapter, or both. "embed" means nothing more."""
     encoding_format: EncodingFormat | BytesFormat = "float"
     """The form of vectors: numbers, base64, or a binary answer."""
     embed_dtype: EmbedDtype = "float32"
