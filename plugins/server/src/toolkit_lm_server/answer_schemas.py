@@ -204,6 +204,8 @@ class WeightVersion(Described):
 class Choice(Described):
     index: int
     """The choice's place among the choices, from 0 on."""
+    prompt_token_ids: list[int] | None = None
+    """Token ids of the prompt, where the request asks for them."""
     token_ids: list[int] | None = None
     """Token ids of the output, where the request asks for them."""
     weight_versions: list[WeightVersion] | None = None
@@ -254,8 +256,6 @@ class Delta(Described):
 
 
 class ChatDelta(Choice):
-    prompt_token_ids: list[int] | None = None
-    """Token ids of the prompt, where the request asks for them."""
     delta: Delta
     """What is new of the answer."""
     logprobs: ChatLogprobs | None
@@ -297,8 +297,6 @@ class CompletionChoice(Choice):
     """The stop text or token id that ended the choice. null: none did."""
     prompt_logprobs: PromptLogprobs = None
     """Log probabilities of the prompt's tokens, where the request asks for them."""
-    prompt_token_ids: list[int] | None = None
-    """Token ids of the prompt, where the request asks for them."""
 
 
 class Completion(GenerationHead):

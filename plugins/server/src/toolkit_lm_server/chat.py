@@ -407,8 +407,15 @@ class ChatAnswer:
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if body.return_token_ids else None,
+            **self._prompt_of(choice),
             **choice.extras(),
         }
+
+    def _prompt_of(self, choice: ChoicePiece) -> dict[str, Any]:
+        """The prompt's tokens, where conversations have prompts of their own."""
+        if not self._body.return_token_ids or len(self._echoes) == 1:
+            return {}
+        return {"prompt_token_ids": self._generation.prompt(choice.index).prompt_token_ids}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

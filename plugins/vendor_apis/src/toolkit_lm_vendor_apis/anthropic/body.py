@@ -184,6 +184,8 @@ class MessagesBody(PromptBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    return_token_ids: bool = False
+    """The answer has the token ids of its prompt and its output. Not in a stream."""
 
     def chat(self) -> dict[str, Any]:
         fields = super().chat() | {"max_completion_tokens": self.max_tokens}
@@ -193,6 +195,12 @@ class MessagesBody(PromptBody):
         ):
             if (value := getattr(self, theirs)) is not None:
                 fields[name] = value
+        if self.return_token_ids:
+            if self.stream:
+                raise RequestError(
+                    "return_token_ids is allowed only when stream is false.", "return_token_ids"
+                )
+            fields["return_token_ids"] = True
         return fields
 
     def budget(self) -> Any:

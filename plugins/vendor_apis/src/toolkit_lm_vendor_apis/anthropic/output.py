@@ -39,11 +39,15 @@ class Output:
 
     def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         """`choices`: those of the answer. It takes a while where they are large."""
-        self._segments.read_whole(self._answer.whole(choices))
+        found = self._answer.whole(choices)
+        prompt = found.get("prompt_token_ids")
+        tokens = {"prompt_token_ids": prompt, "token_ids": choices[0].token_ids} if prompt else {}
+        self._segments.read_whole(found)
         content = [
             self._block(segment) for segment in self._segments.all if self._is_reported(segment)
         ]
-        return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
+        made = {**self._head, "content": content, **self._stop(), "usage": self._usage()}
+        return made | tokens
 
     def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Events of the stream, in the order of Anthropic's API."""

@@ -35,6 +35,10 @@ class AnthropicMessage(Described):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
+    prompt_token_ids: list[int] | None = None
+    """Token ids of the prompt, where the request asks for them."""
+    token_ids: list[int] | None = None
+    """Token ids of the output, where the request asks for them."""
 
 
 class MessageEvent(Described):
