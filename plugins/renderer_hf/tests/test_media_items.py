@@ -414,6 +414,7 @@ def test_prompts_of_several_forms(llava):
 
 def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
     llava.feature_cache = held = Held()
+    before = llava.media_lookups
     file = file_of(pixels())
     image = pixels(1)
     messages = chat("a", of(file), of(image), of(file))
@@ -427,6 +428,8 @@ def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
     assert again.token_ids == first.token_ids
     assert [one.data for one in again.features] == [None] * 3
     assert [msgspec.structs.replace(one, data=None) for one in first.features] == again.features
+    asked, found = (now - old for now, old in zip(llava.media_lookups, before, strict=True))
+    assert (asked, found) == (4, 2), "two items, twice"
 
 
 # Refusals

@@ -363,6 +363,8 @@ def test_the_names_of_vllm(metrics):
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
         "vllm:prefix_cache_queries_total",
+        "vllm:mm_cache_hits_total",
+        "vllm:mm_cache_queries_total",
         "vllm:prefix_cache_hits_total",
         "vllm:num_preemptions_total",
         "vllm:prompt_tokens_total",
@@ -385,7 +387,7 @@ def test_the_names_of_vllm(metrics):
         "vllm:request_decode_time_seconds",
         "vllm:request_inference_time_seconds",
     }
-    assert len(VLLM_NAMES) == 32
+    assert len(VLLM_NAMES) == 34
 
 
 async def test_the_labels_of_vllm(engine, client_of):
@@ -469,3 +471,16 @@ async def test_restarts_are_counted(client, engine, metrics):
         engine.num_restarts = num_restarts
         told.append((await figures(client))["engine_restarts_total"])
     assert told == [2, 2, 2, 3]
+
+
+async def test_lookups_of_media_are_counted(client, engine, metrics):
+    counts = []
+    for lookups in ((3, 1), (5, 4), (5, 4)):
+        engine.renderer.media_lookups = lookups
+        found = await figures(client)
+        text = (await client.get("/metrics")).text
+        counts.append([found["media_cache_queries_total"], found["media_cache_hits_total"]])
+        for name, count in zip(("queries", "hits"), lookups, strict=True):
+            [line] = [one for one in text.splitlines() if one.startswith(f"vllm:mm_cache_{name}_t")]
+            assert float(line.split()[-1]) == count
+    assert counts == [[3, 1], [5, 4], [5, 4]]

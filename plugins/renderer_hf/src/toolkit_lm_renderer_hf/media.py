@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,11 @@ class MediaReader:
         and not their embeddings alone. `images` and `audio`: processors; None: the folder's.
         `encode`: tokenizes texts among an item's tokens."""
         self._encode = encode
+        self.lookups = 0
+        """Number of items that were looked for among those that the engine holds."""
+        self.found = 0
+        """Of these, items that it held."""
+        self._counting = Lock()
         self._rules = rules
         self._longest = max(
             (config.max_model_len, "max_model_len"), (config.max_encoder_len, "max_encoder_len")
@@ -212,6 +218,9 @@ class MediaReader:
         check: _Check,
     ) -> ReadItem:
         known = held.get(identifier) if held is not None else None
+        with self._counting:
+            self.lookups += held is not None
+            self.found += known is not None
         if known is not None:
             return ReadItem(
                 item.modality,

@@ -62,6 +62,11 @@ class MultiModal:
         }
         """The same as it is put into a conversation for a template that writes none."""
 
+    @property
+    def lookups(self) -> tuple[int, int]:
+        """Numbers of items that were looked for among those that the engine holds, and found."""
+        return self._reader.lookups, self._reader.found
+
     def split(self, messages: Conversation) -> tuple[list[Any], list[Item]]:
         """The messages with bare parts in the places of items, and the items. Raises
         RequestError."""

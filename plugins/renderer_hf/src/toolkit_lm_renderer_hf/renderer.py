@@ -132,6 +132,12 @@ class HfRenderer(Renderer):
             )
         return tokenizer
 
+    @property
+    def media_lookups(self) -> tuple[int, int]:
+        """Numbers of media items that were looked for among those that the engine holds, and found
+        there."""
+        return (0, 0) if self._multimodal is None else self._multimodal.lookups
+
     def set_rules(self, rules: MultiModalRules) -> None:
         super().set_rules(rules)
         # Here, because most models read no images.

@@ -69,6 +69,17 @@ class Figures:
             registry=self.registry,
         )
 
+        self.media_queries = Counter(
+            "toolkit_lm_media_cache_queries",
+            "Media items that were looked for among those that the engine holds.",
+            registry=self.registry,
+        )
+        self.media_hits = Counter(
+            "toolkit_lm_media_cache_hits",
+            "Of these, items that the engine held.",
+            registry=self.registry,
+        )
+
     def _add_states(self) -> None:
         """Adds figures of engines' states: whether they serve."""
         self.status = Gauge(

@@ -30,6 +30,8 @@ VLLM_NAMES = {
     "kv_cache_usage_ratio": VllmName("kv_cache_usage_perc"),
     "prefix_cache_queries": VllmName("prefix_cache_queries"),
     "prefix_cache_hits": VllmName("prefix_cache_hits"),
+    "media_cache_queries": VllmName("mm_cache_queries"),
+    "media_cache_hits": VllmName("mm_cache_hits"),
     "preemptions": VllmName("num_preemptions"),
     "prompt_tokens": VllmName("prompt_tokens"),
     "generation_tokens": VllmName("generation_tokens"),

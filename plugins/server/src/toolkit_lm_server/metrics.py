@@ -83,6 +83,8 @@ class Metrics:
         """Process ids by engine."""
         self._num_restarts = 0
         """Restarts that have been counted."""
+        self._media_lookups = (0, 0)
+        """Lookups of media items, and those with success, that have been counted."""
         self._preempted: Tally[str] = Tally()
         """Preemptions of each request under way."""
         self.registry = CollectorRegistry()
@@ -173,6 +175,7 @@ class Metrics:
         self._figures.restarts.inc(max(engine.num_restarts - self._num_restarts, 0))
         self._num_restarts = engine.num_restarts
         self._figures.queued_tokens.set(engine.num_queued_tokens)
+        self._count_media(engine)
         processor = getattr(engine, "processor", None)
         self._figures.kv_cache.clear()
         # It knows no tasks before the engine has been ready.
@@ -180,6 +183,13 @@ class Metrics:
             # An engine with a processor has a config.
             config: Any = getattr(engine, "config", None)
             self._tell_kv_cache(processor.limits.kv_cache, config)
+
+    def _count_media(self, engine: Watched) -> None:
+        renderer = getattr(engine, "renderer", None)
+        queries, hits = found = getattr(renderer, "media_lookups", self._media_lookups)
+        self._figures.media_queries.inc(max(queries - self._media_lookups[0], 0))
+        self._figures.media_hits.inc(max(hits - self._media_lookups[1], 0))
+        self._media_lookups = found
 
     def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
         fit = num_fitting(kv_cache, config)
