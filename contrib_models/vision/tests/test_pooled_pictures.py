@@ -12,6 +12,7 @@ from test_qwen2_vl_rendered import ITEM, write_checkpoint
 from toolkit_lm import LLM
 from toolkit_lm.errors import RequestError
 from toolkit_lm_devkit import randomize
+from toolkit_lm_vllm_names.pairs import pair_prompts
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 from vision_checkpoints import drawings
 
@@ -161,5 +162,20 @@ def test_a_classifier_of_rows_of_the_head(family, tied, tmp_path):
             states = hidden_states((theirs, tmp_path, images, read), text, items)[-1]
             expected = float((rows[yes] - rows[no]) @ states.detach())
             assert float(output.outputs.data[0]) == pytest.approx(expected, abs=1e-3)
+        # vLLM's `LLM.score` reads a pair so, by a template of the two roles.
+        page = {"content": [{"type": "image", "image": picture}]}
+        template = "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}"
+        template += "{{ m['content'] }}{% else %}" + ITEM + "{% endif %}{% endfor %}"
+        asked = pair_prompts("y", [page, "plain"], template, llm.engine)
+        for output, (text, items) in zip(
+            llm.classify(asked),
+            [(f"[query]y[document]{ITEM}", [picture]), ("[query]y[document]plain", [])],
+            strict=True,
+        ):
+            states = hidden_states((theirs, tmp_path, images, read), text, items)[-1]
+            expected = float((rows[yes] - rows[no]) @ states.detach())
+            assert float(output.outputs.data[0]) == pytest.approx(expected, abs=1e-3)
+        with pytest.raises(RequestError, match="on both sides"):
+            pair_prompts("y", [{"content": 3}], template, llm.engine)
         with pytest.raises(RequestError, match="reads pairs of texts"):
             llm.score("a", [{"content": [{"type": "image", "image": picture}]}])
