@@ -257,7 +257,7 @@ def made(**options) -> ServerOptions:
         admin_routes=True,
         tokenizer_info=True,
         max_stored_responses=4,
-        routes=(*SHIPPED, "llama_cpp", "moderations", "sglang", "tei"),
+        routes=(*SHIPPED, "llama_cpp", "moderations", "sglang", "tei", "vllm_names"),
         max_body_size="2MiB",
         **{"strict_fields": True, **options},
     )

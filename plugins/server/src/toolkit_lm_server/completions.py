@@ -22,7 +22,13 @@ from toolkit_lm_server.fields import Items
 from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
 from toolkit_lm_server.fingerprint import Fingerprints
 from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
-from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
+from toolkit_lm_server.logprobs import (
+    completion_logprobs,
+    echo_logprobs,
+    joined,
+    prompt_logprobs,
+    settle_logprobs,
+)
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.route import check_generates, check_priority, request_context
@@ -143,6 +149,8 @@ class Completions:
         RequestError and ApiError."""
         engine = self._engines[body.model]
         check_generates(engine)
+        if -1 in (body.logprobs, body.prompt_logprobs):
+            settle_logprobs(engine, body)
         params = body.params()
         prompts = await self._prompts(body, params)
         options = body.request_options(context)

@@ -6,6 +6,10 @@ imported from vllm:
 This entry module only registers them; each is imported when it is used.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import lazy_loader
 from toolkit_lm.plugin import (
     LogitsProcessorRegistry,
@@ -21,6 +25,10 @@ from toolkit_lm_vllm_names.arguments import (
     ProcessorArguments,
     TraceArguments,
 )
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from toolkit_lm_server.plugin_routes import OpenAIApi
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them:
 # the loader of plugins looks at all that it lists in an entry module.
@@ -64,3 +72,10 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
         "toolkit_lm_vllm_names.migrate:migrate_vllm",
         help="Translate a `vllm serve` line.",
     )
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_routes(router: APIRouter, api: OpenAIApi) -> None:
+    from toolkit_lm_vllm_names.token_routes import add_routes
+
+    add_routes(router, api)
