@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from coverage_runs import MAPPINGS, Case, brief, reason_of, run_of
+from coverage_runs import MAPPINGS, Case, UnbuiltError, brief, reason_of, run_of
 from toolkit_lm.errors import ToolkitError
 
 RESULTS = Path(__file__).with_name("coverage.json")
@@ -88,6 +88,8 @@ def check(case: Case, folder: Path) -> Outcome:
             ours = run.engine(folder)
         except ToolkitError as error:
             return Outcome("refused", reason_of(error))
+        except UnbuiltError as error:
+            return Outcome("unbuilt", str(error))
     by_fallback = any("the fallback " in str(warning.message) for warning in said)
     try:
         run.compare(model, ours)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from toolkit_lm import LLM, PoolingParams, SamplingParams
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm_devkit import assert_same_logits, assert_same_tokens
@@ -79,6 +80,17 @@ TOLERANCE = 1e-4
 """Most difference of a hidden state, as a share of the largest one where that is above 1."""
 
 
+NOT_BUILT = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError),
+    *(TypeError, ValueError, StrictDataclassError),
+)
+"""Errors of transformers, and of the recipes, where they make no model of a config."""
+
+
+class UnbuiltError(Exception):
+    """The recipes make no request that a class could be compared by."""
+
+
 class Case(NamedTuple):
     """A class of transformers, by the mapping that names it."""
 
@@ -114,7 +126,7 @@ class Run:
             return recipes.save(
                 case.model_type, folder, decodes=case.mapping == "causal", **options, **changes
             )
-        except Exception:
+        except NOT_BUILT:
             config = audio.tiny_config(case.model_type)
             for name, value in changes.items():
                 setattr(config, name, value)
@@ -197,14 +209,16 @@ class ImageText(Generation):
         self.pictures = []
         self.token = FIRST_SPECIAL
         self.note = ""
+        self.missing = ""
         try:
             images.logits(model, torch.tensor([5, 6, 7]), [])
             self.token = images.image_token(model.config.to_dict())
             self.pictures = [images.picture(model, seed) for seed in range(2)]
-        except ValueError:
-            # Some are listed as models of text, too.
+        except NOT_BUILT as error:
+            # Some are listed as models of text, too. Others may be refused, whatever they read.
             if case.architecture not in MAPPINGS["causal"].values():
-                raise
+                self.missing = brief(error)
+                (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
             self.note = "text alone"
         else:
             (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
@@ -214,6 +228,12 @@ class ImageText(Generation):
 
     def plain(self, model: Any) -> None:
         """Was done when it was saved."""
+
+    def engine(self, folder: Path) -> list[Any]:
+        if not self.missing:
+            return super().engine(folder)
+        with LLM(str(folder), **{**OPTIONS, **self.options}):
+            raise UnbuiltError(self.missing)
 
     def given(self, index: int) -> list[dict[str, torch.Tensor]]:
         pictures = self.pictures[: index % 3]
@@ -258,7 +278,7 @@ class Hearing(ImageText):
     def save(self, case: Case, folder: Path) -> Any:
         config = audio.tiny_config(case.model_type)
         model = recipes.save(case.model_type, folder, architecture=case.architecture, config=config)
-        self.note = ""
+        self.note = self.missing = ""
         self.encodes = model.config.is_encoder_decoder
         self.token = audio.audio_token(model) or FIRST_SPECIAL
         first = audio.sound(model)

@@ -31,11 +31,30 @@ DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 PINS = {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]]}
 WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
 INSERTED = {"insert_layer_id": 1}
+SMALL_VQ = {"base_channels": 32, "channel_multiplier": [1] * 4, "num_res_blocks": 1}
+LETTERS = str.maketrans("0123456789", "ABCDEFGHIJ")
+"""Digits as Chameleon writes them in the names of its tokens."""
 DEEP: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon": {
+        "vocabulary_map": {
+            "<image>": 112,
+            **{f"IMGIMG{str(i).translate(LETTERS)}Z": 113 + i for i in range(32)},
+        },
+        "vq_config": {**SMALL_VQ, "num_embeddings": 32, "embed_dim": 32, "latent_channels": 32},
+    },
     "cosmos3_edge": {"projector_hidden_size": 32},
     "cosmos3_edge_text": MROPE,
     "cosmos3_edge_vision": {"num_patches": 16},
+    "diffusion_gemma_text": {"top_k_experts": 2},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 112,
+            "<|extra_200|>": 113,
+            **{f"<|visual token {i:06}|>": 114 + i for i in range(32)},
+        },
+        "vq_config": {**SMALL_VQ, "codebook_size": 32},
+    },
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [16, 16],
         "rope_parameters": {**tiny_models.ROPE, "mrope_section": [1, 1, 2]},
@@ -69,7 +88,12 @@ DEEP: dict[str, dict[str, Any]] = {
         }
     },
     "glm_ocr_text": MROPE,
-    "glm5_next_text": {**tiny_models.MLA, "qk_rope_head_dim": 0},
+    "glm5_next_text": {
+        **tiny_models.MLA,
+        "qk_rope_head_dim": 0,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "granite4_vision": {
         **PINS,
         "downsample_rate": "1/2",
@@ -110,6 +134,8 @@ DEEP: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
     "muse_spark_audio": {"hidden_sizes": (16, 16, 16, 16), "out_hidden_size": 32},
+    # Attention as sharp as that of a checkpoint makes much of the last bit of random weights.
+    "muse_spark_text": {"qk_scale_factor": 1.0},
     "nemotron_h_omni": {"vision_hidden_size": 32},
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_text": MROPE,
@@ -120,6 +146,7 @@ DEEP: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), MROPE),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), WHOLE_MROPE),
     **dict.fromkeys(("qwen3_vl_vision", "qwen3_vl_moe_vision"), DEEPSTACK),
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4},
     "radio": {"video_temporal_patch_size": 2, "patch_dim": 192},
     "vipllava": {"vision_feature_layers": [-1, 1]},
 }
@@ -355,5 +382,21 @@ def features(model: Any, picture: Mapping[str, torch.Tensor]) -> int:
         found = (function or model.base_model.get_image_features)(**picture)
     pooled = getattr(found, "pooler_output", found)
     found = found.last_hidden_state if pooled is None else pooled
+    if found is None:
+        return _fitting(model, picture)
     parts = found if isinstance(found, list | tuple) else [found]
     return sum(part.shape[:-1].numel() for part in parts)
+
+
+def _fitting(model: Any, picture: Mapping[str, torch.Tensor]) -> int:
+    """Number of tokens that a model takes for a picture. Raises ValueError."""
+    token = image_token(model.config.to_dict())
+    error: Exception | None = None
+    for count in range(1, 65):
+        try:
+            logits(model, torch.full((count,), token), [picture])
+        except (RuntimeError, ValueError) as raised:
+            error = raised
+        else:
+            return count
+    raise ValueError(f"it takes no number of tokens for it: {error}")

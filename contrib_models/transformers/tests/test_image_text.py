@@ -103,6 +103,11 @@ def test_a_picture_changes_tokens_and_no_prefix_is_taken_from_another(tmp_path):
         ("aya_vision", {"architectures": ["ViTModel"]}, "is not a model of pictures and text"),
         ("kosmos-2.5", {}, "names no token of pictures"),
         ("mllama", {}, "its cross attention"),
+        (
+            "blip-2",
+            {"architectures": ["Blip2ForConditionalGeneration"]},
+            "it reads no text without pixel_values",
+        ),
     ],
 )
 def test_refusals(model_type, change, reason):

@@ -167,7 +167,20 @@ def examine_media(vllm_config: VllmConfig, listed: Listed) -> CacheLayout:
         raise UnsupportedError(f"its config.json names no token of {listed.noun}")
     with torch.device("meta"):
         model = understood(lambda: _build(config, torch.bfloat16), "make the model")
+    if needed := _needed_by(model):
+        raise UnsupportedError(f"it reads no text without {' and '.join(needed)}")
     return recomputing(model, True, f"its {listed.noun} enter by its own code")
+
+
+def _needed_by(model: Any) -> list[str]:
+    """Names of arguments, other than tokens, without which a model's forward does not run."""
+    return [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and name != "input_ids"
+    ]
 
 
 def accepted_by(model: Any) -> frozenset[str]:
