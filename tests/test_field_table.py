@@ -405,6 +405,7 @@ SAMPLES = {
     "lora": [{"id": 0, "scale": 0.5}],
     "trace_decode_token_ids": [5],
     "vllm_xargs": {"x": 1},
+    "hidden_states_of": "output",
 }
 ON_SHAPE = {
     "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo "
@@ -457,15 +458,8 @@ def test_each_field_that_is_read_reaches_the_engine(route):
             "cache_salt",
             "stream",
         }
-        shape |= {
-            "prompt_logprobs",
-            "logprob_token_ids",
-            "return_token_ids",
-            "return_tokens_as_token_ids",
-            "timings",
-            "n",
-            "input_prefix",
-        }
+        shape |= {"n", "input_prefix"}
+    shape |= NEVER_ASKED.get(route, set())
     for name in sorted(set(BODIES[route].model_fields) - shape):
         beside = {
             "top_logprobs": {"logprobs": True},
@@ -498,6 +492,8 @@ NEVER_ASKED = {
         "logprob_token_ids",
         "return_token_ids",
         "return_tokens_as_token_ids",
+        "return_hidden_states",
+        "return_routed_experts",
         "timings",
     }
 }
