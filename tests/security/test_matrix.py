@@ -47,6 +47,7 @@ GENERATED = {
     "/completion": {"prompt": "a", "n_predict": 2},
     "/apply-template": HI,
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2}},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -90,6 +91,7 @@ OTHERS = {
             "/get_model_info",
             "/model_info",
             "/health_generate",
+            "/server_info",
             "/info",
             ONE,
             f"{ONE}/input_items",

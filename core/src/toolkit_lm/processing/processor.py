@@ -297,7 +297,8 @@ class Processor:
             for name in self.parts.by_name:
                 arguments.pop(name, None)
             message.cache_keys += self._keys_of(arguments)
-        add_features(message, features, token_ids, self.renderer.rules)
+        if features:
+            add_features(message, features, token_ids, self.renderer.rules)
         if rendered.encoder is not None:
             check_token_ids(rendered.encoder.token_ids, self._vocab_size)
             message.encoder = rendered.encoder

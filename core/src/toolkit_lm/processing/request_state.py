@@ -159,7 +159,8 @@ class RequestState:
         sequence.add_tokens(output.token_ids, output.weight_version)
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
-        sequence.arrays = {name: array.to_numpy() for name, array in output.arrays.items()}
+        if output.arrays:
+            sequence.arrays = {name: array.to_numpy() for name, array in output.arrays.items()}
         if output.score is not None:
             sequence.cumulative_logprob = output.cumulative_logprob
             sequence.score = output.score
