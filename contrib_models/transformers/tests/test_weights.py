@@ -176,6 +176,7 @@ def test_the_entry_module_registers_the_fallback():
         "transformers_audio_text",
         "transformers",
         "transformers_encoder_decoder",
+        "transformers_speech",
         "transformers_pooling",
     ]
     assert models.load("transformers") is TransformersForCausalLM

@@ -14,6 +14,7 @@ from toolkit_lm.model import (
     join,
     torch_dtype,
 )
+from toolkit_lm_paged_attention import fused_attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,7 +69,7 @@ class WindowAttention(nn.Module):
             part.view(len(windows), side * side, -1, self.head_size).transpose(1, 2)
             for part in self.qkv(windows.flatten(0, 1)).chunk(3, dim=-1)
         )
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        seen = fused_attention(q, k, v, scale=self.head_size**-0.5).transpose(1, 2).flatten(2)
         whole = _places(seen, count, rows, columns, side)[:, :height, :width]
         out: Tensor = self.proj(whole.reshape(count * height * width, -1), residual)
         return out

@@ -19,6 +19,7 @@ from toolkit_lm_vision.qwen2_vl_rules import Qwen2VLRules
 _AUGMENTED = 10
 """Tokens that follow a query: the processors' query_augmentation_token."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class ColPaliRules(PaliGemmaRules):
@@ -45,13 +46,16 @@ def language_and_vision(config: VllmConfig) -> VllmConfig:
 
 
 def read_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
-    """How the processor of ColPali or ColQwen2 reads a query and a picture; None for another model.
+    """How the processor of ColPali or ColQwen2 reads a query and a picture; None for another model,
+    and for a checkpoint without a tokenizer.
 
     Source: processing_colpali.py and processing_colqwen2.py of transformers. Raises
     CheckpointError.
     """
     kind = hf_config.get("model_type")
     if kind not in ("colpali", "colqwen2"):
+        return None
+    if not any((tokenizer / file).is_file() for file in _TOKENIZER_FILES):
         return None
     settings: dict[str, Any] = {}
     for name in _FILES:
@@ -86,7 +90,7 @@ def _text(settings: dict[str, Any], name: str, default: str) -> str:
 
 def _token(folder: Path, name: str) -> str:
     """Text of a special token. Raises CheckpointError where the tokenizer states none."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+    for file in _TOKENIZER_FILES:
         found = _json(folder / file).get(name)
         if isinstance(found, dict):
             found = found.get("content")
