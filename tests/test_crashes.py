@@ -237,6 +237,7 @@ def test_only_what_people_read_is_told_by_the_wall_clock():
         ("app.py", "time.time"),
         ("cache.py", "time.time"),
         ("chat.py", "datetime.now"),
+        ("conversation_store.py", "time.time"),
         ("environment.py", "datetime.now"),
         ("generation.py", "time.time"),
         ("lifecycle.py", "time.time"),
