@@ -479,3 +479,37 @@ def test_an_item_that_is_not_cut_must_fit_beside_the_encoder():
         else:
             core.add_request(request)
     assert [output.finish_reason for output in finish_all(core)["r4"]][-1] == "length"
+
+
+def test_a_swapped_request_starts_over_for_the_only_running_one():
+    """It keeps blocks that it shares, such as an encoder's. The one that runs would be preempted
+    for want of them, and admitted again, forever."""
+    core = FakeCore(
+        VllmConfig.default(max_model_len=20, max_encoder_len=8, max_num_seqs=4),
+        kv_cache(24, [(2, None), (2, "cross")], 5),
+    )
+    core.scheduler.preemption.prefers_swap = lambda *_: True
+    for name in ("swapped", "second", "third"):
+        core.add_request(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=lone_good_prompt(4, 4),
+                params=SamplingParams(max_tokens=4, ignore_eos=True),
+                encoder=EncoderInput.of_tokens(ENCODER_INPUTS[0]),
+                inputs=SequenceInputs(second_text_start=0),
+            )
+        )
+    core.step()
+    scheduler = core.scheduler
+    swapped, second, third = scheduler.roster.running
+    scheduler._preempt(StepPlan(), swapped)
+    assert swapped.swapped
+    assert not scheduler.admission.makes_room(second), "another runs, which may give way"
+    scheduler._preempt(StepPlan(), third)
+    on_host = scheduler.blocks.num_used_on_host
+    assert on_host > 0
+    assert scheduler.admission.makes_room(second)
+    assert scheduler.blocks.num_used_on_host < on_host
+    assert [one.swapped for one in (swapped, third)].count(True) == 1
+    assert scheduler.admission.makes_room(second)
+    assert not scheduler.admission.makes_room(second), "no more is swapped"

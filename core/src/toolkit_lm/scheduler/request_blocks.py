@@ -336,6 +336,11 @@ class Admission:
             if self.roster.running or not self._discard_swapped():
                 return Refused("blocks")
 
+    def makes_room(self, request: Request) -> bool:
+        """Makes a swapped request start over, if there is one and `request` is the only that runs:
+        preempted, that would be admitted to the same blocks again."""
+        return self.roster.running == [request] and self._discard_swapped()
+
     def _refusal(self, request: Request, admitted: Admitted, budget: int) -> Refused | None:
         """Reason of a part that refuses to let the request begin after its cached prefix; None: it
         may begin."""

@@ -287,8 +287,7 @@ class Scheduler:
         return waiting
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
-        """Schedules the running requests. Returns the rest of the budget, and whether a request was
-        preempted."""
+        """Schedules running requests. Returns what is left of the budget, and if any preempted."""
         for request in self.roster.running if self.blocks.trims else ():
             self.request_blocks.trim(request)
         preempted = False
@@ -302,6 +301,8 @@ class Scheduler:
             try:
                 ranges = self.request_blocks.ranges(request, granted)
                 while not self.blocks.fits(ranges):
+                    if not preempted and self.admission.makes_room(request):
+                        continue
                     others = self.roster.running[position:]
                     victim = self.policy.gives_way(request, others) or request
                     self._preempt(plan, victim)
