@@ -355,6 +355,9 @@ async def test_while_the_engine_is_made(engine, metrics, client_of, make_engine)
         readiness.engine = make_engine()
         while await onlooker.next("view"):
             pass
+    # A request that was already on its way hears nothing of an engine without a model.
+    async with looking(app) as onlooker:
+        assert not await onlooker.next("server")
 
 
 @pytest.mark.parametrize("in_file", [True, False])

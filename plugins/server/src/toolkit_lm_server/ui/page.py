@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_server.health import Readiness
+    from toolkit_lm_server.watched import Watched
 
 _MOST_ONLOOKERS = 8
 
@@ -47,11 +48,13 @@ class Page:
         """`kind`: class of the route that is behind the API key. `engine`: None while it is being
         made."""
         add_files(router, ("/", "index.html"), "/ui", PAGE)
+        # A request may reach these routes while the engine's take their place.
+        early = readiness.engine if engine is None else None
 
         async def events() -> Response:
             """Streams the page's content as it changes."""
             self._check_onlookers()
-            stream = self._events(readiness, engine)
+            stream = self._events(readiness, engine, early)
             return EventStream(stream, stream)
 
         router.add_api_route(
@@ -69,13 +72,14 @@ class Page:
             )
 
     async def _events(
-        self, readiness: Readiness, engine: ServingEngine | None
+        self, readiness: Readiness, engine: ServingEngine | None, early: Watched | None = None
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The page's events: a description whenever it may have changed, then views. They end when
-        the engine is there, or the server is to end."""
+        the engine is there, or the server is to end. `early`: what is watched while the engine is
+        being made."""
         # Others may have come at the same time.
         self._check_onlookers()
-        watched = readiness.engine
+        watched = early or readiness.engine
         described = ""
         last_line = 0
         last: dict[str, Any] = {}
