@@ -101,7 +101,7 @@ class UsualRules(EncoderDecoderRules):
         )
 
     def most_tokens(self, params: SamplingParams) -> int | None:
-        """Where a request truncates the encoder's prompt; None: not at all."""
+        """Most tokens of the encoder's prompt that a request keeps; None: all."""
         most = params.truncate_prompt_tokens
         return self.config.max_encoder_len if most == -1 else most
 

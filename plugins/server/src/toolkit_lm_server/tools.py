@@ -222,7 +222,7 @@ def _as_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _input_of(form: Any, where: str) -> dict[str, Any]:
-    """What a schema says of a custom tool's text."""
+    """A schema's description of a custom tool's text."""
     if form is None or (isinstance(form, Mapping) and form.get("type") == "text"):
         return {}
     grammar = form.get("grammar", form) if isinstance(form, Mapping) else None
