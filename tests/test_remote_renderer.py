@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import aclosing, closing
 
 import httpx
 import pytest
@@ -167,71 +167,89 @@ def test_the_name_alone_is_not_enough():
         LLM(model="tiny", renderer="remote", **OPTIONS)
 
 
-class Slow(BaseHTTPRequestHandler):
-    """A render server that answers once it is let, and tells who waits and who has left."""
+class SlowServer:
+    """A render server that answers once it is let, and tells who waits and who has left.
 
-    protocol_version = "HTTP/1.1"
+    One thread serves all connections: a hundred threads that look around each take so much of
+    the interpreter that the engine's event loop does not come to send the other requests.
+    """
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            server.waiting += 1
-        self.connection.setblocking(False)
-        while not server.let.wait(0.05):
-            try:
-                if self.connection.recv(1) == b"":
-                    server.left.release()
-                    break
-            except BlockingIOError:
-                continue
-        self.connection.setblocking(True)
-        with server.lock:
-            server.waiting -= 1
+    def __init__(self) -> None:
+        self.left = threading.Semaphore(0)
+        self.waiting = 0
+        self._loop = asyncio.new_event_loop()
+        self._gate = asyncio.Event()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=256)
+        )
+        port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._thread = threading.Thread(target=self._loop.run_forever, name="slow", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> None:
+        """Answer who waits, and from now on everybody at once."""
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            while (body := await self._body(reader)) is not None:
+                self.waiting += 1
+                answers = asyncio.ensure_future(self._gate.wait())
+                leaves = asyncio.ensure_future(reader.read(1))
+                await asyncio.wait((answers, leaves), return_when=asyncio.FIRST_COMPLETED)
+                self.waiting -= 1
+                if not answers.done():
+                    answers.cancel()
+                    self.left.release()
+                    return
+                leaves.cancel()
+                await asyncio.wait((leaves,))
+                writer.write(self._response(body))
+
+    async def _body(self, reader: asyncio.StreamReader) -> dict | None:
+        """One request's body, None where the connection ends."""
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            return json.loads(
+                await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))
+            )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def _response(self, body: dict) -> bytes:
         bad = body.get("prompt") == "bad"
         content = json.dumps(
             {"error": {"message": "it is bad.", "param": "prompt"}}
             if bad
             else {"tokens": [5, 6, 7]}
         ).encode()
-        self.send_response(400 if bad else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-class SlowServer(ThreadingHTTPServer):
-    request_queue_size = 256
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Slow)
-        self.let = threading.Event()
-        self.left = threading.Semaphore(0)
-        self.lock = threading.Lock()
-        self.waiting = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, *_):
-        """Who has left cannot be answered."""
+        status = "400 Bad Request" if bad else "200 OK"
+        return (
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        ).encode() + content
 
 
 @pytest.fixture
 def slow() -> Iterator[SlowServer]:
-    with SlowServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with closing(SlowServer()) as server:
         yield server
-        server.let.set()
-        server.shutdown()
+        server.answer()
 
 
 def num_threads() -> int:
     """Threads of this process, without the slow server's."""
-    return sum("process_request" not in one.name for one in threading.enumerate())
+    return sum(one.name != "slow" for one in threading.enumerate())
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -257,7 +275,7 @@ async def test_two_hundred_requests_wait_for_a_slow_renderer_without_a_thread_ea
         # The event loop's pool has a few threads for work, and all of them are free.
         assert num_threads() < 50
         assert await asyncio.wait_for(answered(llm, {"prompt_token_ids": [8, 9]}), 20) == [8, 9]
-        slow.let.set()
+        slow.answer()
         assert await asyncio.gather(*asked) == [[5, 6, 7]] * 200
 
 
@@ -275,13 +293,13 @@ async def test_who_leaves_while_a_prompt_is_rendered_closes_the_connection(slow)
             assert await asyncio.to_thread(slow.left.acquire, timeout=30), (
                 "the server has not seen one leave"
             )
-        slow.let.set()
+        slow.answer()
         assert await answered(llm, "once") == [5, 6, 7]
 
 
 @pytest.mark.anyio
 async def test_errors_are_those_of_a_caller_that_waits(slow):
-    slow.let.set()
+    slow.answer()
     config = VllmConfig.make(model="tiny", renderer_url=[slow.url], **OPTIONS)
     async with AsyncLLM(config) as llm:
 
