@@ -1,5 +1,5 @@
-"""ColPali and ColQwen2: vectors of pictures and queries are those of transformers' model for the
-inputs of its processor, and scores are its processor's."""
+"""ColPali, ColQwen2 and ColModernVBERT: vectors of pictures and queries are those of transformers'
+model for the inputs of its processor, and scores are its processor's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,31 @@ from PIL import Image
 from qwen_harness import qwen2_vl
 from test_paligemma import made
 from test_qwen2_vl_rendered import write_checkpoint
+from tile_checkpoints import TILE, TILE_MARKS
+from tokenizers import Tokenizer, processors
 from toolkit_lm import LLM
 from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm_devkit import randomize
 from transformers import (
     AutoImageProcessor,
+    ColModernVBertConfig,
+    ColModernVBertForRetrieval,
     ColPaliConfig,
     ColPaliForRetrieval,
     ColQwen2Config,
     ColQwen2ForRetrieval,
+    ModernBertConfig,
+    ModernVBertConfig,
     PreTrainedTokenizerFast,
+    SiglipVisionConfig,
 )
+from transformers.models.colmodernvbert.processing_colmodernvbert import ColModernVBertProcessor
 from transformers.models.colpali.processing_colpali import ColPaliProcessor
 from transformers.models.colqwen2.processing_colqwen2 import ColQwen2Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from vision_checkpoints import drawings, write_vision_tokenizer
+from vision_families import IMAGE, TEXT
 
 MOST = 1e-4
 OPTIONS = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 8}
@@ -92,7 +102,43 @@ def make_colqwen2(folder, tied):
     return Reference(folder, model, ColQwen2Processor(images, tokenizer))
 
 
+def make_colmodernvbert(folder, *, split, marked):
+    """`split`: pictures are cut into tiles. `marked`: special tokens stand around each text."""
+    text = {key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
+    vlm = ModernVBertConfig(
+        text_config=ModernBertConfig(
+            **{**text, "num_hidden_layers": 4},
+            global_attn_every_n_layers=2,
+            local_attention=12,
+            cls_token_id=0,
+            sep_token_id=1,
+        ),
+        vision_config=SiglipVisionConfig(**TILE),
+        image_token_id=IMAGE,
+        pixel_shuffle_factor=2,
+    )
+    model = ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=24))
+    randomize(model)
+    model.eval().save_pretrained(folder)
+    tokenizer = write_vision_tokenizer(folder, TILE_MARKS)
+    with_tokens(folder)
+    if marked:
+        path = str(folder / "tokenizer.json")
+        whole = Tokenizer.from_file(path)
+        ends = [(mark, whole.token_to_id(mark)) for mark in ("<s>", "</s>")]
+        whole.post_processor = processors.TemplateProcessing("<s> $A </s>", None, ends)
+        whole.save(path)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=path, pad_token="<pad>")
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}, do_image_splitting=split
+    )
+    images.save_pretrained(folder)
+    return Reference(folder, model, ColModernVBertProcessor(images, tokenizer, image_seq_len=4))
+
+
 KINDS = {
+    "colmodernvbert of tiles": lambda folder: make_colmodernvbert(folder, split=True, marked=True),
+    "colmodernvbert": lambda folder: make_colmodernvbert(folder, split=False, marked=False),
     "colpali of Gemma": lambda folder: make_colpali(folder, None),
     "colpali of Gemma 2": lambda folder: make_colpali(folder, 62),
     "colqwen2": lambda folder: make_colqwen2(folder, False),

@@ -61,9 +61,7 @@ class ComposedModel(Model):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.language_model = make_part(
-            vllm_config, self.text_config(), join(prefix, self.language_name)
-        )
+        self.language_model = self.make_language_model(join(prefix, self.language_name))
         encodes = is_first_stage(vllm_config.parallel)
         self.encoder = (
             self.encoder_type()(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
@@ -73,6 +71,10 @@ class ComposedModel(Model):
     def encoder_type(self) -> type[Model]:
         """Class of the encoder, where it depends on the checkpoint."""
         return self.encoder_class
+
+    def make_language_model(self, prefix: str) -> Model:
+        """The language part, whose name in checkpoints is `prefix`."""
+        return make_part(self.vllm_config, self.text_config(), prefix)
 
     def text_config(self) -> dict[str, Any]:
         """The config.json of the language part."""

@@ -111,6 +111,7 @@ MODEL_TYPES = {
 FLORENCE = "Florence2ForConditionalGeneration"
 """An encoder-decoder model, whose encoder sees."""
 RETRIEVAL = {
+    "ColModernVBertForRetrieval": ("colmodernvbert", "modernvbert_rules:ColModernVBertRules"),
     "ColPaliForRetrieval": ("colpali", "retrieval_rules:ColPaliRules"),
     "ColQwen2ForRetrieval": ("colqwen2", "retrieval_rules:ColQwen2Rules"),
 }

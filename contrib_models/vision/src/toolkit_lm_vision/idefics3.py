@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -87,10 +87,12 @@ class Connector(nn.Module):
 class Idefics3Images(TowerModel):
     """Pixels of each picture's tiles [1, n, channels, S, S] -> its embeddings [n * tokens, H]."""
 
+    tower_class: ClassVar[type[VisionTower]] = TileTower
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         shape = tower_shape(vllm_config.hf_config)
-        self.vision_tower = TileTower(
+        self.vision_tower = self.tower_class(
             shape,
             [shape.num_layers],
             normed=True,
@@ -124,6 +126,12 @@ def idefics3_text_config(hf_config: Any) -> dict[str, Any]:
     return found
 
 
+def example_tile(vllm_config: VllmConfig) -> tuple[str, dict[str, Array]]:
+    """A black picture of one tile."""
+    pixels = np.zeros((1, 1, *tower_shape(vllm_config.hf_config).picture), np.float32)
+    return "image", {"pixel_values": Array.of(pixels)}
+
+
 class Idefics3ForConditionalGeneration(ComposedModel):
     """Idefics3 with its language-modeling head."""
 
@@ -136,9 +144,7 @@ class Idefics3ForConditionalGeneration(ComposedModel):
         return super().load_weights(Renamed(weights, _NAMES))
 
     def example_items(self) -> list[tuple[str, dict[str, Array]]]:
-        shape = tower_shape(self.vllm_config.hf_config)
-        pixels = np.zeros((1, 1, *shape.picture), np.float32)
-        return [("image", {"pixel_values": Array.of(pixels)})]
+        return [example_tile(self.vllm_config)]
 
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):

@@ -1,5 +1,5 @@
-"""ColPali (Faysse et al. 2024) and ColQwen2: vectors of each token of a page's picture, or of a
-query, for late interaction."""
+"""ColPali (Faysse et al. 2024), ColQwen2 and ColModernVBERT: vectors of each token of a page's
+picture, or of a query, for late interaction."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from toolkit_lm_decoder.composed import ComposedModel
 from toolkit_lm_poolers import AllPooler, EmbeddingHead
 from torch import Tensor, nn
 
+from toolkit_lm_vision.modernvbert import ModernVBert
 from toolkit_lm_vision.paligemma import PaliGemmaForConditionalGeneration
 from toolkit_lm_vision.qwen2_vl import Qwen2VLForConditionalGeneration
 from toolkit_lm_vision.retrieval_rules import language_and_vision
@@ -151,3 +152,7 @@ class ColQwen2ForRetrieval(RetrievalModel, Qwen2VLForConditionalGeneration):
         self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]
     ) -> Any:
         return None
+
+
+class ColModernVBertForRetrieval(RetrievalModel, ModernVBert):
+    """ModernVBERT for retrieval."""

@@ -1,5 +1,5 @@
-"""Prompt rules of ColPali and ColQwen2, and how their processors read pictures and queries. Imports
-no torch."""
+"""Prompt rules of ColPali and ColQwen2, and how processors for retrieval read pictures and queries.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
 from toolkit_lm.config import PoolingProfile, VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HFConfig
@@ -46,35 +47,19 @@ def language_and_vision(config: VllmConfig) -> VllmConfig:
 
 
 def read_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
-    """How the processor of ColPali or ColQwen2 reads a query and a picture; None for another model,
-    and for a checkpoint without a tokenizer.
+    """Profile of a model for retrieval: how its processor reads a query and a picture. None for
+    another model, and for a checkpoint without a tokenizer.
 
-    Source: processing_colpali.py and processing_colqwen2.py of transformers. Raises
-    CheckpointError.
+    Source: processing_colpali.py, processing_colqwen2.py and processing_colmodernvbert.py of
+    transformers. Raises CheckpointError.
     """
-    kind = hf_config.get("model_type")
-    if kind not in ("colpali", "colqwen2"):
-        return None
-    if not any((tokenizer / file).is_file() for file in _TOKENIZER_FILES):
+    texts = _TEXTS.get(hf_config.get("model_type", ""))
+    if texts is None or not any((tokenizer / file).is_file() for file in _TOKENIZER_FILES):
         return None
     settings: dict[str, Any] = {}
     for name in _FILES:
         settings = {**_json(folder / name), **settings}
-    pad = _token(tokenizer, "pad_token")
-    if kind == "colpali":
-        begin = _token(tokenizer, "bos_token")
-        prefix = begin + _text(settings, "query_prefix", "Question: ")
-        described = _text(settings, "visual_prompt_prefix", "Describe the image.")
-        picture = f"<image>{begin}{described}\n"
-    else:
-        prefix = _text(settings, "query_prefix", "Query: ")
-        picture = _text(
-            settings,
-            "visual_prompt_prefix",
-            "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
-            "<|im_end|><|endoftext|>",
-        )
-    role = RoleProfile(prompt=prefix, suffix=f"{pad * _AUGMENTED}\n")
+    role, picture = texts(settings, tokenizer)
     return PoolingDetails(
         folder=str(folder),
         is_complete=True,
@@ -82,6 +67,61 @@ def read_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> Po
         similarity="maxsim",
         picture=picture,
     ).as_profile()
+
+
+def _colpali(settings: dict[str, Any], tokenizer: Path) -> tuple[RoleProfile, str]:
+    """The texts around a query, and that in which a picture stands."""
+    begin = _token(tokenizer, "bos_token")
+    described = _text(settings, "visual_prompt_prefix", "Describe the image.")
+    return RoleProfile(
+        prompt=begin + _text(settings, "query_prefix", "Question: "),
+        suffix=f"{_token(tokenizer, 'pad_token') * _AUGMENTED}\n",
+    ), f"<image>{begin}{described}\n"
+
+
+def _colqwen2(settings: dict[str, Any], tokenizer: Path) -> tuple[RoleProfile, str]:
+    picture = _text(
+        settings,
+        "visual_prompt_prefix",
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
+        "<|im_end|><|endoftext|>",
+    )
+    return RoleProfile(
+        prompt=_text(settings, "query_prefix", "Query: "),
+        suffix=f"{_token(tokenizer, 'pad_token') * _AUGMENTED}\n",
+    ), picture
+
+
+def _colmodernvbert(settings: dict[str, Any], tokenizer: Path) -> tuple[RoleProfile, str]:
+    before, after = _special_tokens(tokenizer)
+    picture = _text(
+        settings,
+        "visual_prompt_prefix",
+        "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
+    )
+    return RoleProfile(
+        prompt=before + _text(settings, "query_prefix", ""),
+        suffix="<end_of_utterance>" * _AUGMENTED + after,
+    ), before + picture + after
+
+
+_TEXTS = {"colpali": _colpali, "colqwen2": _colqwen2, "colmodernvbert": _colmodernvbert}
+"""Texts of the processors, by `model_type`."""
+
+
+def _special_tokens(folder: Path) -> tuple[str, str]:
+    """Texts of the special tokens that the tokenizer puts before and after a text. Raises
+    CheckpointError."""
+    path = folder / "tokenizer.json"
+    try:
+        found = Tokenizer.from_file(str(path)).encode("a")
+    except Exception as error:  # whatever tokenizers raises where there is no file, or a broken one
+        raise CheckpointError(f"{str(path)!r} is no tokenizer: {error}") from error
+    if 0 not in found.special_tokens_mask:
+        return "", ""
+    start = found.special_tokens_mask.index(0)
+    end = len(found.tokens) - found.special_tokens_mask[::-1].index(0)
+    return "".join(found.tokens[:start]), "".join(found.tokens[end:])
 
 
 def _text(settings: dict[str, Any], name: str, default: str) -> str:
