@@ -177,5 +177,8 @@ def test_a_classifier_of_rows_of_the_head(family, tied, tmp_path):
             assert float(output.outputs.data[0]) == pytest.approx(expected, abs=1e-3)
         with pytest.raises(RequestError, match="on both sides"):
             pair_prompts("y", [{"content": 3}], template, llm.engine)
-        with pytest.raises(RequestError, match="reads pairs of texts"):
-            llm.score("a", [{"content": [{"type": "image", "image": picture}]}])
+        # The template "pair" has the document right behind the query.
+        [output] = llm.score("a", [page])
+        states = hidden_states((theirs, tmp_path, images, read), f"a{ITEM}", [picture])[-1]
+        expected = float((rows[yes] - rows[no]) @ states.detach())
+        assert float(output.outputs.data[0]) == pytest.approx(expected, abs=1e-3)

@@ -16,6 +16,7 @@ from toolkit_lm_pooling_adapters.score_templates import (
     BGE_RERANKER_V2_GEMMA,
     MXBAI_RERANK_V2,
     QWEN3_RERANKER,
+    QWEN3_VL_RERANKER,
 )
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 from toolkit_lm_renderer_hf.renderer import HfRenderer
@@ -35,6 +36,18 @@ def test_qwen3_reranker():
         "<think>\n\n</think>\n\n"
     )
     assert "\n<Instruct>: Find.\n<Query>: q\n" in score_prompt(QWEN3_RERANKER, "q", "d", "Find.")
+
+
+def test_qwen3_vl_reranker():
+    text = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the "
+        "Query and the Instruct provided. Note that the "
+        'answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a '
+        "search query, retrieve relevant candidates that answer the query.<Query>:q\n"
+        "<Document>:d<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert score_prompt(QWEN3_VL_RERANKER, "q", "d") == text
+    assert "<Instruct>: Find.<Query>:q\n" in score_prompt(QWEN3_VL_RERANKER, "q", "d", "Find.")
 
 
 def test_mxbai_rerank_v2():
@@ -136,6 +149,8 @@ def test_known_rerankers_get_their_templates(tmp_path):
     plugins = Plugins.load()
     shipped = {
         "Qwen3ForCausalLM": QWEN3_RERANKER,
+        "Qwen3VLForConditionalGeneration": QWEN3_VL_RERANKER,
+        "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_RERANKER,
         "Qwen2ForCausalLM": MXBAI_RERANK_V2,
         "GemmaForCausalLM": BGE_RERANKER_V2_GEMMA,
     }

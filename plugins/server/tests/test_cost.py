@@ -264,6 +264,18 @@ def test_texts_that_are_given_often_count_once_but_for_their_tokens():
     assert per_token["inputs x result"] == 100 * 400 * 4096 * 40
 
 
+def test_pictures_of_pairs_count_for_each_pair():
+    """A query's picture is read with each document, and a pair may have as many tokens as fit."""
+    how = {"cut": False, "size": 1, "per_token": False, "max_model_len": 512}
+    picture = {"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    alone = pooling_cost([picture], **how)
+    assert alone["images and other media"] > 2**24
+    pairs = pooling_cost([(picture, "a"), (picture, "b"), ("c", picture)], **how)
+    assert pairs["images and other media"] == 3 * alone["images and other media"]
+    assert pairs["inputs x text"] == 3 * alone["inputs x text"]
+    assert pooling_cost([("a", "b")], **how)["images and other media"] == 0
+
+
 def test_what_is_under_way_is_bounded_together():
     budget = CostBudget(MIB)
     cost = {"all": MIB}

@@ -109,11 +109,10 @@ def pooling_cost(
     `cut`: prompts are cut to max_model_len. `size`: count of numbers in a result; with `per_token`,
     in the result of each token.
     """
-    distinct = {
-        id(text): text
-        for prompt in prompts
-        for text in (prompt if isinstance(prompt, tuple) else (prompt,))
-    }
+    sides = [
+        side for prompt in prompts for side in (prompt if isinstance(prompt, tuple) else (prompt,))
+    ]
+    distinct = {id(side): side for side in sides}
     sizes = [_size(text) for text in distinct.values()]
     lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
     # A picture has up to as many tokens as a prompt may have.
@@ -123,7 +122,8 @@ def pooling_cost(
     ]
     vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
     return {
-        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _reads_media(prompt)),
+        # An item is read for each pair that it is in.
+        _MEDIA: sum(media_cost(side, measure) for side in sides if _reads_media(side)),
         "text": sum(sizes) * (_CHARACTER + _ENTRY)
         + _tokenizing(list(distinct.values()), sizes, at_once),
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
@@ -207,7 +207,10 @@ def _may_hold_media(prompt: object) -> bool:
 
 
 def _reads_media(prompt: object) -> bool:
-    """Whether a prompt to pool has media that are read, or are read already."""
+    """Whether a prompt to pool, or a side of a pair, has media that are read, or are read
+    already."""
+    if isinstance(prompt, tuple):
+        return any(map(_reads_media, prompt))
     return isinstance(prompt, Mapping) and any(
         name in prompt for name in ("content", "multi_modal_data", "features")
     )

@@ -36,6 +36,11 @@ def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
 def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
     home = "toolkit_lm_pooling_adapters.score_templates"
     templates.add("qwen3-reranker", f"{home}:QWEN3_RERANKER", architectures=("Qwen3ForCausalLM",))
+    templates.add(
+        "qwen3-vl-reranker",
+        f"{home}:QWEN3_VL_RERANKER",
+        architectures=("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    )
     templates.add("mxbai-rerank-v2", f"{home}:MXBAI_RERANK_V2", architectures=("Qwen2ForCausalLM",))
     templates.add(
         "bge-reranker-v2-gemma",

@@ -17,7 +17,7 @@ from toolkit_lm_poolers.details import PoolingDetails, details_of
 from toolkit_lm_poolers.limits import check_params, matryoshka_dimensions
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
-from toolkit_lm_pooling_adapters.media import has_media, render_media
+from toolkit_lm_pooling_adapters.media import check_length, has_media, render_media
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
 from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
 from toolkit_lm_pooling_adapters.scoring import TextScoring
@@ -121,6 +121,11 @@ class PoolingInputProcessor(PoolingInputs):
             # sentence-transformers, and not the default.
             self.prompts = {"query": "", "document": ""} | self.prompts
 
+    @property
+    def takes_media_pairs(self) -> bool:
+        """Whether a query or document that is read as a pair may have media."""
+        return self.pair_renderer is not None and self.pair_renderer.takes_media
+
     def check(self, params: PoolingParams, size: int) -> None:
         check_params(params, size, self._matryoshka)
 
@@ -180,7 +185,7 @@ class PoolingInputProcessor(PoolingInputs):
         starts: list[int] = []
         roles: list[LateInteractionRole] = []
         for prompt, prefix in zip(prompts, prefixes, strict=True):
-            item = self._item(prompt, prefix, most)
+            item = self._item(prompt, prefix, most, instruction)
             if isinstance(item, RenderedText):
                 rendered.append(item)
             elif not isinstance(item, str) and self.pair_renderer is not None:
@@ -247,12 +252,18 @@ class PoolingInputProcessor(PoolingInputs):
         return found
 
     def _item(
-        self, prompt: Any, prefix: PromptPrefix, most: int | None
+        self, prompt: Any, prefix: PromptPrefix, most: int | None, instruction: str | None
     ) -> str | TextPair | RenderedText:
         if has_media(prompt):
             text = self._lowered(prefix.text)
             return render_media(prompt, self.renderer, text, self._picture, most)
         if isinstance(prompt, tuple):
+            if self.takes_media_pairs and len(prompt) == 2 and any(map(has_media, prompt)):
+                assert self.pair_renderer is not None
+                sides = [self._lowered(side) if isinstance(side, str) else side for side in prompt]
+                return check_length(
+                    self.pair_renderer.render_media_pair(sides[0], sides[1], instruction), most
+                )
             if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
                 raise RequestError("a pair must be two texts.", "input")
             return (self._lowered(prompt[0]), self._lowered(prompt[1]))

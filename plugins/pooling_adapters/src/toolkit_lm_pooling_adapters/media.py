@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit_lm.errors import RequestError
-from toolkit_lm.prompts import parse_prompt
+from toolkit_lm.prompts import Scored, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer
 
 _SOURCES = {"image": ("image", "url"), "image_url": ("image_url",)}
@@ -21,6 +21,37 @@ def has_media(prompt: Any) -> bool:
     )
 
 
+def parts_of(side: Scored) -> list[Mapping[str, Any]]:
+    """One side of a pair as content parts of a message. Raises RequestError."""
+    if isinstance(side, str):
+        return [{"type": "text", "text": side}]
+    if set(side) == {"content"} and isinstance(side["content"], list):
+        return list(side["content"])
+    if set(side) == {"multi_modal_data"} and isinstance(side["multi_modal_data"], Mapping):
+        return [
+            {"type": kind, kind: item}
+            for kind, items in side["multi_modal_data"].items()
+            for item in (items if isinstance(items, list | tuple) else [items])
+        ]
+    raise RequestError(
+        "a query or document with media must be {'content': [parts of a message]}, or "
+        "{'multi_modal_data': ...} without a text of its own.",
+        "input",
+    )
+
+
+def check_length(rendered: RenderedText, most: int | None) -> RenderedText:
+    """A prompt with media as it is. Raises RequestError for one of more than `most` tokens, since a
+    cut could divide an item."""
+    if most is not None and len(rendered.token_ids) > most:
+        raise RequestError(
+            f"the prompt has {len(rendered.token_ids)} tokens, more than {most}, and prompts with "
+            "media are not truncated.",
+            "truncate_prompt_tokens",
+        )
+    return rendered
+
+
 def render_media(
     prompt: Mapping[str, Any], renderer: Renderer, text: str, picture: str | None, most: int | None
 ) -> RenderedText:
@@ -28,7 +59,7 @@ def render_media(
 
     `text`: goes before the prompt's own text. `picture`: text in which a picture without text of
     its own is read, its placeholder included; None: such a picture is refused. `most`: tokens that
-    the prompt may have; more are an error, since a cut could divide an item. Raises RequestError.
+    the prompt may have. Raises RequestError.
     """
     if renderer.rules is None:
         raise RequestError("this model takes no images or other media.", "input")
@@ -45,13 +76,7 @@ def render_media(
         rendered = _content(prompt, renderer, picture)
     else:
         rendered = _items(prompt, renderer, text, picture)
-    if most is not None and len(rendered.token_ids) > most:
-        raise RequestError(
-            f"the prompt has {len(rendered.token_ids)} tokens, more than {most}, and prompts with "
-            "media are not truncated.",
-            "truncate_prompt_tokens",
-        )
-    return rendered
+    return check_length(rendered, most)
 
 
 def _items(

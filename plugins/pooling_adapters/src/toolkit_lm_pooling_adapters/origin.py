@@ -41,6 +41,10 @@ class Reranker(NamedTuple):
 RERANKERS: Mapping[str, Reranker] = MappingProxyType(
     {
         "Qwen3ForCausalLM": Reranker("Qwen3-Reranker", DIFFERENCE, ("no", "yes"), "qwen3-reranker"),
+        **dict.fromkeys(
+            ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+            Reranker("Qwen3-VL-Reranker", DIFFERENCE, ("no", "yes"), "qwen3-vl-reranker"),
+        ),
         "Qwen2ForCausalLM": Reranker("mxbai-rerank-v2", DIFFERENCE, ("0", "1"), "mxbai-rerank-v2"),
         "GemmaForCausalLM": Reranker(
             "bge-reranker-v2-gemma", ROWS, ("Yes",), "bge-reranker-v2-gemma"

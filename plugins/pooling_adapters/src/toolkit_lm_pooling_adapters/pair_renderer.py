@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from toolkit_lm.prompts import Scored
+from toolkit_lm.renderer import RenderedText
+
 
 class PairRenderer(ABC):
     """How a reranker reads a query and a document. Thread-safe. Needs no torch."""
@@ -11,6 +14,9 @@ class PairRenderer(ABC):
     takes_instruction: bool
     """`render_pair` has a place for an instruction. Where it has none, requests that bring one are
     refused."""
+    takes_media: bool = False
+    """`render_media_pair` reads pairs of which a side has images or other media. Where it is false,
+    they are refused."""
 
     @abstractmethod
     def render_pair(
@@ -27,3 +33,13 @@ class PairRenderer(ABC):
         Raises RequestError for a text that cannot be rendered or is empty, and ContextLengthError
         where it cannot be cut to `max_tokens`.
         """
+
+    def render_media_pair(
+        self, query: Scored, document: Scored, instruction: str | None = None
+    ) -> RenderedText:
+        """The token ids and the items of a pair with media. It is called where `takes_media` is
+        true.
+
+        Raises RequestError for a side that cannot be rendered or is empty.
+        """
+        raise NotImplementedError

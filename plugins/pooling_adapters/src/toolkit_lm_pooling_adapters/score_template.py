@@ -4,14 +4,21 @@ and a document. Needs no torch."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.prompts import Scored
+from toolkit_lm.renderer import RenderedText, Renderer
+
+from toolkit_lm_pooling_adapters.media import parts_of
 
 _PLACE = re.compile(r"\{(query|document|instruction)\}")
 _DOCUMENT = "{document}"
+_PARTS = "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}"
+"""A chat template that writes a message's parts one after the other."""
 
 
 class ScoreTemplate(Struct, frozen=True, kw_only=True):
@@ -64,10 +71,31 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
 
     def render(self, query: str, document: str, instruction: str | None = None) -> list[str]:
         """The pieces, with their places filled. What is filled in is not looked into for places."""
-        text = instruction or self.instruction
-        written = self.instruction_text.replace("{instruction}", text) if text else ""
+        written = self._written(instruction)
         values = {"query": query, "document": document, "instruction": written}
         return [_PLACE.sub(lambda place: values[place[1]], piece) for piece in self.pieces]
+
+    def parts(
+        self,
+        query: list[Mapping[str, Any]],
+        document: list[Mapping[str, Any]],
+        instruction: str | None = None,
+    ) -> list[Mapping[str, Any]]:
+        """The whole as content parts of a message, with the parts of both sides in their places."""
+        values: dict[str, list[Mapping[str, Any]]] = {
+            "query": query,
+            "document": document,
+            "instruction": [{"type": "text", "text": self._written(instruction)}],
+        }
+        parts: list[Mapping[str, Any]] = []
+        # Texts and names of places take turns.
+        for index, text in enumerate(_PLACE.split("".join(self.pieces))):
+            parts += values[text] if index % 2 else [{"type": "text", "text": text}]
+        return parts
+
+    def _written(self, instruction: str | None) -> str:
+        text = instruction or self.instruction
+        return self.instruction_text.replace("{instruction}", text) if text else ""
 
 
 def score_prompt(
@@ -126,6 +154,29 @@ def score_tokens(
     return [*opening, *(token for piece in tokens for token in piece), *closing]
 
 
+def score_media(
+    renderer: Renderer,
+    template: ScoreTemplate,
+    query: Scored,
+    document: Scored,
+    instruction: str | None = None,
+) -> RenderedText:
+    """The token ids and items of a query and a document, of which a side has media. All of the text
+    is tokenized at once.
+
+    Raises RequestError for a side that cannot be rendered or is empty.
+    """
+    _check(query, document, instruction)
+    parts = template.parts(parts_of(query), parts_of(document), instruction)
+    rendered = renderer.render_conversation(
+        [{"role": "user", "content": parts}],
+        chat_template=_PARTS,
+        add_generation_prompt=False,
+        add_special_tokens=template.add_special_tokens,
+    )
+    return RenderedText(rendered.token_ids, features=rendered.features)
+
+
 def read_score_template(path: Path) -> ScoreTemplate:
     """A template from a file. It is tokenized in two pieces: to the end of the document, and what
     follows.
@@ -143,7 +194,7 @@ def read_score_template(path: Path) -> ScoreTemplate:
         raise ConfigError(f"score_template {str(path)!r}: {error}") from None
 
 
-def _check(query: str, document: str, instruction: str | None) -> None:
+def _check(query: Scored, document: Scored, instruction: str | None) -> None:
     for name, text in (("query", query), ("document", document)):
         if not text:
             raise RequestError(f"the {name} is empty.", "input")

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from toolkit_lm_pooling_adapters.score_template import ScoreTemplate
 
+_JUDGE = (
+    "<|im_start|>system\n"
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    "provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+
 QWEN3_RERANKER = ScoreTemplate(
     pieces=(
-        "<|im_start|>system\n"
-        "Judge whether the Document meets the requirements based on the Query and the Instruct "
-        "provided. "
-        'Note that the answer can only be "yes" or "no".<|im_end|>\n'
-        "<|im_start|>user\n",
+        _JUDGE,
         "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ),
@@ -20,6 +24,18 @@ QWEN3_RERANKER = ScoreTemplate(
     classifier_tokens=("no", "yes"),
 )
 """Qwen3-Reranker (Zhang et al. 2025), after the model card of Qwen/Qwen3-Reranker-0.6B."""
+
+QWEN3_VL_RERANKER = ScoreTemplate(
+    pieces=(
+        f"{_JUDGE}<Instruct>: {{instruction}}<Query>:{{query}}\n<Document>:{{document}}",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    instruction="Given a search query, retrieve relevant candidates that answer the query.",
+    classifier_method="from_2_way_softmax",
+    classifier_tokens=("no", "yes"),
+)
+"""Qwen3-VL-Reranker (Li et al. 2026), after qwen3_vl_reranker.py of its authors' repository: the
+whole is tokenized at once."""
 
 MXBAI_RERANK_V2 = ScoreTemplate(
     pieces=(

@@ -124,6 +124,10 @@ class ScoredTexts(Protocol):
     """Tokens that a text may have."""
     renderer: Renderer
 
+    @property
+    def takes_media_pairs(self) -> bool:
+        """Whether a pair for a cross-encoder may have media."""
+
 
 class TextScoring(Scoring):
     """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it.
@@ -155,7 +159,7 @@ class TextScoring(Scoring):
         self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)
-        if self.kind is ScoreKind.CROSS_ENCODER:
+        if self.kind is ScoreKind.CROSS_ENCODER and not texts.takes_media_pairs:
             _check_texts(pairs, fields)
         self._pairs: list[Any] = pairs
         self._texts = texts
@@ -200,7 +204,8 @@ class TextScoring(Scoring):
         is_too_long = isinstance(error, ContextLengthError)
         first: dict[str, int] = {}
         for number, (query, _) in enumerate(self._pairs):
-            first.setdefault(query, number)
+            if isinstance(query, str):
+                first.setdefault(query, number)
         for query, number in first.items():
             name = self._name(0, number)
             most = self._texts.max_tokens

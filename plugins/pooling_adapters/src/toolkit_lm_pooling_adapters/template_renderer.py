@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.prompts import Scored
+from toolkit_lm.renderer import RenderedText, Renderer
 
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
-from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, score_tokens
+from toolkit_lm_pooling_adapters.score_template import (
+    ScoreTemplate,
+    score_media,
+    score_tokens,
+)
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 
 
@@ -16,6 +21,7 @@ class TemplateRenderer(PairRenderer):
 
     def __init__(self, template: ScoreTemplate, renderer: Renderer) -> None:
         self.takes_instruction = template.takes_instruction
+        self.takes_media = renderer.rules is not None
         self._template = template
         self._renderer = renderer
 
@@ -30,6 +36,11 @@ class TemplateRenderer(PairRenderer):
         return score_tokens(
             self._renderer, self._template, query, document, instruction, max_tokens=max_tokens
         )
+
+    def render_media_pair(
+        self, query: Scored, document: Scored, instruction: str | None = None
+    ) -> RenderedText:
+        return score_media(self._renderer, self._template, query, document, instruction)
 
 
 def make_template_renderer(
