@@ -240,6 +240,21 @@ def test_text_of_a_model_stays_text(visit, tiny):
     assert page.evaluate("window.bad") is None
 
 
+def test_a_message_waits_until_the_model_is_known(visit, tiny):
+    page = visit(f"{tiny}/")
+    held = []
+    page.route("**/ui/events", lambda route: held.append(route))
+    page.reload()
+    page.fill("#input", "Once upon a time")
+    page.press("#input", "Enter")
+    page.wait_for_timeout(200)
+    assert page.input_value("#input") == "Once upon a time"
+    held.pop().continue_()
+    answer = page.locator(".message.assistant")
+    expect(answer.get_by_role("button", name="Retry")).to_be_visible(timeout=PATIENCE)
+    assert page.input_value("#input") == "" and answer.count() == 1
+
+
 def test_a_picture(visit, served):
     page = visit(f"{served('tiny-vision')}/")
     expect(page.locator("#attach")).to_be_visible()

@@ -101,6 +101,7 @@ export function serve(served) {
   model = served;
   $("attach").hidden = !model.takes_images;
   if (!same) clear();
+  if (waits) $("composer").requestSubmit();
 }
 
 function clear() {
@@ -209,8 +210,13 @@ $("input").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("composer").requestSubmit();
 });
+/** Whether the text was sent before the model was known: it is sent when it is. */
+let waits = false;
+
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
+  waits = !model;
+  if (waits) return;
   if (running) {
     running.abort();
     return;
