@@ -205,8 +205,8 @@ async def test_a_server_has_them(module, make_engine):
     engine.close = lambda: None
     engine.wait_ready = stop.wait
 
-    def make_app(engine, metrics, readiness):
-        return create_app(engine, options, metrics=metrics, readiness=readiness)
+    def make_app(engine, metrics, readiness, keys):
+        return create_app(engine, options, metrics=metrics, readiness=readiness, keys=keys)
 
     options = ServerOptions(
         middleware=[f"{module}:Marked"], allowed_origins=[PAGE], log_level="critical", port=0

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.events import LoadEvent
+from toolkit_lm_server.app import create_app
 from toolkit_lm_server.log import ACCESS, JsonFormat, TextFormat, announce, configure, fields
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -64,6 +65,19 @@ async def test_a_line_for_each_request(app, lines):
     assert re.fullmatch(
         r'1\.2\.3\.4:5 "GET /nothing HTTP/1\.1" 404 \d\.\d{3} s "Not Found"', second[1]
     )
+
+
+async def test_a_line_has_the_id_of_its_answer(engine, lines):
+    """The server's own, or the client's where that is a plain word."""
+    served = RequestLog(create_app(engine), Metrics())
+    transport = httpx.ASGITransport(served)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for number, sent in enumerate(({}, {"x-request-id": "mine-7"})):
+            answer = await client.get("/v1/models/none", headers=sent)
+            [*_, (_, line)] = lines()
+            name = answer.headers["x-request-id"]
+            assert f' s id={name} "' in line and len(lines()) == number + 1
+    assert name == "mine-7"
 
 
 async def test_polls_have_no_line(app, lines):

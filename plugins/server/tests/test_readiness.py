@@ -11,6 +11,7 @@ from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.health import Readiness
+from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.start_gate import StartGate
@@ -114,7 +115,9 @@ async def test_requests_with_a_key_wait_for_the_engine(engine, client_of, header
     engine.status = "starting"
     options = ServerOptions(api_key="secret")
     readiness = Readiness(engine)
-    gate = StartGate(create_early_app(options, Metrics(), readiness), options, start_timeout=30)
+    gate = StartGate(
+        create_early_app(options, Metrics(), readiness), Keys.of(options), start_timeout=30
+    )
     async with client_of(gate) as client:
         assert (await client.get("/live")).status_code == 200
         assert (await client.post(COMPLETE, json={"prompt": "a"})).status_code == 401
@@ -317,7 +320,7 @@ async def test_the_gate_of_a_server_that_starts(engine, client_of):
     early = create_early_app(options, Metrics(), readiness)
     body = {"prompt": "ab"}
     for seconds in (0.05, 60):
-        gate = StartGate(early, options, seconds)
+        gate = StartGate(early, Keys.of(options), seconds)
         async with client_of(gate) as client:
             assert (await client.get("/health")).status_code == 503
             assert (await client.post(COMPLETE, json=body)).status_code == 401

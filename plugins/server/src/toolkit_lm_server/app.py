@@ -182,20 +182,20 @@ def create_router(
     metrics: Metrics | None = None,
     readiness: Readiness | None = None,
     page: Page | None = None,
+    keys: Keys | None = None,
 ) -> APIRouter:
     """The server's routes, to be included in any FastAPI app. The caller owns the engine. Only
     plugins' routes may need the app's lifespan.
 
     `metrics` adds /metrics, and `page` adds /. `readiness` is for a caller that wants to refuse
-    requests before it ends.
+    requests before it ends. `keys` are those of the options, for a caller that replaces them.
 
     Raises ConfigError for an unknown name in `options.routes`. Raises PluginError when a plugin's
-    routes fail. Raises PluginError when a plugin's logits processor has a parameter with the name
-    of another field.
+    routes fail, or when its logits processor has a parameter with the name of another field.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
-    keys = Keys.of(options)
+    keys = keys or Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
     accounts = None if keys is None else keys.accounts
     asked = None if metrics is None else metrics.asked
@@ -398,12 +398,15 @@ def create_app(
     metrics: Metrics | None = None,
     readiness: Readiness | None = None,
     page: Page | None = None,
+    keys: Keys | None = None,
 ) -> FastAPI:
-    """An app with the server's routes. The caller owns the engine. Raises as `create_router`
-    does."""
+    """An app with the server's routes. The caller owns the engine. Arguments and errors are those
+    of `create_router`."""
     options = options or ServerOptions()
     app = make_app(options)
-    router = create_router(engine, options, metrics=metrics, readiness=readiness, page=page)
+    router = create_router(
+        engine, options, metrics=metrics, readiness=readiness, page=page, keys=keys
+    )
     app.state.api = router.routes
     app.include_router(router)
     app.router.default = OtherPaths(app)
@@ -411,12 +414,16 @@ def create_app(
 
 
 def create_early_app(
-    options: ServerOptions, metrics: Metrics, readiness: Readiness, page: Page | None = None
+    options: ServerOptions,
+    metrics: Metrics,
+    readiness: Readiness,
+    page: Page | None = None,
+    keys: Keys | None = None,
 ) -> FastAPI:
     """An app for the time in which the engine is made and `readiness` refuses requests. It answers
     as `create_app`'s would."""
     app = make_app(options)
-    keys = Keys.of(options)
+    keys = keys or Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:

@@ -23,6 +23,7 @@ from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
+from toolkit_lm_server.supervisor import Supervisor
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.title import set_title
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
 
     from toolkit_lm_server.health import Readiness
+    from toolkit_lm_server.keys import Keys
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
     from toolkit_lm_server.ui.page import Page
@@ -65,10 +67,14 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
         return Page(options, metrics) if options.ui else None
 
-    def make_app(engine: AsyncLLM, metrics: Metrics, readiness: Readiness) -> FastAPI:
+    def make_app(
+        engine: AsyncLLM, metrics: Metrics, readiness: Readiness, keys: Keys | None
+    ) -> FastAPI:
         from toolkit_lm_server.app import create_app
 
-        return create_app(engine, options, metrics=metrics, readiness=readiness, page=make_page())
+        return create_app(
+            engine, options, metrics=metrics, readiness=readiness, page=make_page(), keys=keys
+        )
 
     # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
@@ -87,10 +93,14 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
 
         return Rendering(config, plugins)
 
-    def make_app(rendering: Rendering, metrics: Metrics, readiness: Readiness) -> FastAPI:
+    def make_app(
+        rendering: Rendering, metrics: Metrics, readiness: Readiness, keys: Keys | None
+    ) -> FastAPI:
         from toolkit_lm_server.rendering import create_render_app
 
-        return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
+        return create_render_app(
+            rendering, options, metrics=metrics, readiness=readiness, keys=keys
+        )
 
     metrics = Metrics(model_name=config.served_model_name)
     _run("render", make, make_app, options, metrics, config.engine.start_timeout)
@@ -116,6 +126,7 @@ def _run(
 ) -> None:
     """Serves while `make` runs, and then what it made, until a signal ends it."""
     open_closed_streams()
+    supervisor = Supervisor.of_environ(os.environ)
     # A tokenizer whose regular expression takes too many steps panics, in Rust: its report has 3
     # lines, and 60 with a stack.
     if os.environ.get("RUST_BACKTRACE") != "full":
@@ -149,6 +160,7 @@ def _run(
                 make_page(),
                 start_timeout,
                 context,
+                supervisor,
             )
             with logging_in_threads("", ACCESS):
                 asyncio.run(lifecycle.run())

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 from toolkit_lm_server.watched import Watched, engine_states
 
-_ALIVE = ("starting", "ready", "restarting")
+ALIVE = ("starting", "ready", "restarting")
 """States of an engine that lives, or comes to life by itself. A supervisor has no reason to end the
 server."""
 _TEMPORARY = ("starting", "restarting", "stalled")
@@ -21,6 +21,8 @@ class Readiness:
 
     def __init__(self, engine: Watched) -> None:
         self.engine = engine
+        self.leaving = False
+        """/health says that the server is about to end. Requests are served yet."""
         self.draining = False
         """New requests are refused. The server ends when those under way have ended."""
 
@@ -29,15 +31,16 @@ class Readiness:
         died."""
         health = self.engine.health()
         return JSONResponse(
-            self._body(health.status, health.reason), 200 if health.status in _ALIVE else 503
+            self._body(health.status, health.reason), 200 if health.status in ALIVE else 503
         )
 
     async def health(self) -> Response:
         """200 while requests are served, else 503 with the reason."""
         health = self.engine.health()
-        if health.status == "ready" and not self.draining:
+        is_ending = self.leaving or self.draining
+        if health.status == "ready" and not is_ending:
             return JSONResponse(self._body("ready", ""))
-        status = "draining" if self.draining else health.status
+        status = "draining" if is_ending else health.status
         return JSONResponse(
             self._body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)}
         )

@@ -26,43 +26,40 @@ class Keys:
 
     def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError where two entries share a name or a key."""
-        self.accounts = {key.name: Account(key, clock) for key in keys}
+        self._clock = clock
+        self.accounts: dict[str, Account] = {}
+        """Name of a key -> its account."""
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Puts other keys in the place of all. A key that keeps its name keeps its account.
+
+        Raises ConfigError where two entries share a name or a key. Then nothing has changed.
+        """
+        # Digests are looked up: the time that this takes tells nothing of the keys.
+        names = {_digest(key.key): key.name for key in keys}
+        if len({key.name for key in keys}) < len(keys) or len(names) < len(keys):
+            raise ConfigError("two API keys have the same name, or are the same.")
+        for name in set(self.accounts) - {key.name for key in keys}:
+            del self.accounts[name]
+        for key in keys:
+            if key.name in self.accounts:
+                self.accounts[key.name].change(key)
+            else:
+                self.accounts[key.name] = Account(key, self._clock)
+        self._names = names
         self.limited = any(
             (key.requests_per_minute, key.tokens_per_minute, key.max_sequences)
             != (None, None, None)
             for key in keys
         )
         """At least one key has a limit."""
-        # Digests are looked up: the time that this takes tells nothing of the keys.
-        self._names = {_digest(key.key): key.name for key in keys}
-        if len(self.accounts) < len(keys) or len(self._names) < len(keys):
-            raise ConfigError("two API keys have the same name, or are the same.")
 
     @classmethod
     def of(cls, options: ServerOptions) -> Keys | None:
         """The keys of the options. None where no client needs one. Raises ConfigError, which
         repeats no key."""
-        if not options.needs_key:
-            return None
-        listed = [] if options.api_keys_file is None else cls._read(options.api_keys_file)
-        own = [
-            ApiKey(name="api_key" if number == 0 else f"api_key-{number + 1}", key=key)
-            for number, key in enumerate(options.own_keys)
-        ]
-        return cls([*listed, *own])
-
-    @staticmethod
-    def _read(path: str) -> list[ApiKey]:
-        try:
-            return msgspec.yaml.decode(Path(path).read_bytes(), type=_File).keys
-        except OSError as error:
-            raise ConfigError(f"api_keys_file: {path!r}: {error}") from error
-        except msgspec.ValidationError as error:
-            wrong = in_plain_words(error, f"api_keys_file: {path!r}: ", "what it holds")
-            raise ConfigError(wrong) from error
-        except msgspec.DecodeError as error:
-            # Its text would quote the line.
-            raise ConfigError(f"api_keys_file: {path!r} is not YAML.") from error
+        return cls(keys_of(options)) if options.needs_key else None
 
     def find(self, authorization: str) -> Account:
         """The account of a request, by its Authorization header. Raises ApiError (401)."""
@@ -82,6 +79,29 @@ class Keys:
                 401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
         return self.accounts[name]
+
+
+def keys_of(options: ServerOptions) -> list[ApiKey]:
+    """All keys that the options name, read anew. Raises ConfigError, which repeats no key."""
+    listed = [] if options.api_keys_file is None else _read(options.api_keys_file)
+    own = [
+        ApiKey(name="api_key" if number == 0 else f"api_key-{number + 1}", key=key)
+        for number, key in enumerate(options.own_keys)
+    ]
+    return [*listed, *own]
+
+
+def _read(path: str) -> list[ApiKey]:
+    try:
+        return msgspec.yaml.decode(Path(path).read_bytes(), type=_File).keys
+    except OSError as error:
+        raise ConfigError(f"api_keys_file: {path!r}: {error}") from error
+    except msgspec.ValidationError as error:
+        wrong = in_plain_words(error, f"api_keys_file: {path!r}: ", "what it holds")
+        raise ConfigError(wrong) from error
+    except msgspec.DecodeError as error:
+        # Its text would quote the line.
+        raise ConfigError(f"api_keys_file: {path!r} is not YAML.") from error
 
 
 def _digest(key: str) -> bytes:

@@ -25,16 +25,19 @@ from toolkit_lm.frontend import Health
 from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.around import wrapped
 from toolkit_lm_server.garbage import Garbage
-from toolkit_lm_server.health import Readiness
+from toolkit_lm_server.health import ALIVE, Readiness
 from toolkit_lm_server.hosts import HostCheck, host_names
+from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import UNIX, url_of
-from toolkit_lm_server.log import announce
+from toolkit_lm_server.log import announce, fields
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.reloading import Reloading
 from toolkit_lm_server.report import Throughput, report_start
 from toolkit_lm_server.request_log import RequestLog
 from toolkit_lm_server.start_gate import StartGate
+from toolkit_lm_server.supervisor import Supervisor
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.ui.page import Page
 from toolkit_lm_server.watched import Watched
@@ -69,7 +72,7 @@ class Servable(Watched, Protocol):
 
 
 ServableT = TypeVar("ServableT", bound=Servable)
-MakeApp = Callable[[ServableT, Metrics, Readiness], FastAPI]
+MakeApp = Callable[[ServableT, Metrics, Readiness, Keys | None], FastAPI]
 """Makes the app from an engine, once that is made."""
 
 
@@ -131,11 +134,12 @@ class Lifecycle:
         page: Page | None = None,
         start_timeout: float = 0.0,
         context: ssl.SSLContext | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """`threads`: for the work of requests that must not block the event loop.
 
         `start_timeout`: seconds that requests wait for the engine to start. `context`: TLS of the
-        connections.
+        connections. `supervisor`: systemd, where it waits for messages.
         """
         self._url = url_of(listener, secure=context is not None)
         self._threads = threads
@@ -145,9 +149,9 @@ class Lifecycle:
         self._metrics = metrics
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
-        self._gate = StartGate(
-            create_early_app(options, metrics, self._readiness, page), options, start_timeout
-        )
+        self._keys = Keys.of(options)
+        early = create_early_app(options, metrics, self._readiness, page, self._keys)
+        self._gate = StartGate(early, self._keys, start_timeout)
         self._in_flight = InFlight(wrapped(self._gate, options))
         checked = HostCheck(self._in_flight, host_names(options, listener))
         self._server = HttpServer(
@@ -157,6 +161,9 @@ class Lifecycle:
         )
         self._page = page
         self._stopped = False
+        self._supervisor = supervisor or Supervisor()
+        self._reloading = Reloading(options, self._keys, self._server.bounded, self._supervisor)
+        self._has_terminal = _has_terminal()
 
     async def run(self) -> None:
         """Runs the server to its end. Raises the error that kept the engine from starting, and
@@ -165,6 +172,7 @@ class Lifecycle:
         loop.set_default_executor(self._threads or SharedThreads())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         if self._making.done():
             # An immediate failure is reported without a server's words around it.
             self._making.result()
@@ -195,12 +203,18 @@ class Lifecycle:
             throughput = Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
             self._gate.open()
-            announce(f"Serving {engine.served_model_name} at {self._url}", self._options)
-            while engine.health().status != "dead":
+            status = f"Serving {engine.served_model_name} at {self._url}"
+            announce(status, self._options)
+            self._supervisor.ready(status)
+            while (health := engine.health()).status != "dead":
                 self._check_stopped()
+                if health.status in ALIVE:
+                    self._supervisor.alive()
+                await self._reloading.tend(status)
                 garbage.tend(is_idle=not self._is_busy)
                 throughput.tend()
                 await asyncio.wait([self._serving], timeout=_POLL)
+            self._supervisor.stopping("The engine has died")
             await asyncio.sleep(_DEAD)
         except _StoppedError:
             await self._drain()
@@ -212,7 +226,9 @@ class Lifecycle:
     async def _open(self, engine: Servable, lifespan: AsyncExitStack) -> None:
         """Puts the engine's routes in the place of the early ones."""
         # Plugins add their routes, which may take a while.
-        making = in_thread(lambda: self._make_app(engine, self._metrics, self._readiness))
+        making = in_thread(
+            lambda: self._make_app(engine, self._metrics, self._readiness, self._keys)
+        )
         app = await self._unless_stopped(asyncio.wrap_future(making))
         await lifespan.enter_async_context(app.router.lifespan_context(app))
         self._gate.app = app
@@ -237,14 +253,35 @@ class Lifecycle:
             raise _StoppedError
 
     async def _drain(self) -> None:
-        """Refuses new requests, and gives those under way their time."""
-        self._readiness.draining = True
+        """Says that the server ends, then refuses new requests, and gives those under way their
+        time."""
+        options = self._options
+        start = time.monotonic()
+        number = self._in_flight.count
+        logger.info(
+            "Stopping: %d requests are under way; new ones are refused in %d s, all end in %d s",
+            *(number, options.drain_delay, options.drain_delay + options.shutdown_timeout),
+            extra=fields(num_requests=number),
+        )
+        self._supervisor.stopping(f"{number} requests are under way")
+        self._readiness.leaving = True
         self._gate.open()
-        await self._until_idle(self._options.shutdown_timeout)
+        await self._wait(
+            options.drain_delay, lambda: self._readiness.engine.health().status == "ready"
+        )
+        self._readiness.draining = True
+        await self._wait(options.shutdown_timeout, lambda: self._is_busy)
+        num_cut = self._in_flight.count
         if self._is_busy:
             # Requests still under way get the error that the engine has been shut down, and so end.
             close(self._making)
-            await self._until_idle(CLOSING)
+            await self._wait(CLOSING, lambda: self._is_busy)
+        seconds = time.monotonic() - start
+        logger.info(
+            "Stopped after %.1f s: %d requests were cut off",
+            *(seconds, num_cut),
+            extra=fields(num_requests=num_cut, seconds=round(seconds, 3)),
+        )
         # Clients that neither send nor read cannot keep the server.
         self._server.bounded.abort()
 
@@ -253,10 +290,19 @@ class Lifecycle:
         """Whether answers are being made or sent."""
         return self._in_flight.count > 0 or self._server.bounded.num_unread > 0
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
+        """Waits while the condition holds and the server serves, but no longer than `seconds`."""
         deadline = time.monotonic() + seconds
-        while self._is_busy and time.monotonic() < deadline:
+        while condition() and time.monotonic() < deadline and not self._serving.done():
+            self._supervisor.alive()
             await asyncio.sleep(_POLL)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: the end of the terminal, or else an operator who wants files to be read again."""
+        if self._has_terminal and not _has_terminal():
+            self._stopped = True
+        else:
+            self._reloading.ask()
 
     def _stop(self, number: int) -> None:
         if self._stopped:
@@ -265,3 +311,12 @@ class Lifecycle:
             # At once: nothing else is waited for.
             os._exit(128 + number)
         self._stopped = True
+
+
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -210,6 +210,14 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
         ),
     ] = True
+    drain_delay: Annotated[
+        int,
+        option(
+            "Seconds for which a server that is stopped still takes requests, while /health is "
+            "503: in them, balancers turn to others.",
+            ge=0,
+        ),
+    ] = 0
     shutdown_timeout: Annotated[
         int, option("Seconds that running requests get to finish when the server stops.", ge=0)
     ] = 10

@@ -215,11 +215,16 @@ class Render:
 
 
 def create_render_app(
-    rendering: Rendering, options: ServerOptions, *, metrics: Metrics, readiness: Readiness
+    rendering: Rendering,
+    options: ServerOptions,
+    *,
+    metrics: Metrics,
+    readiness: Readiness,
+    keys: Keys | None = None,
 ) -> FastAPI:
     """An app that renders for engines elsewhere. Raises ConfigError, PluginError as `create_router`
     does."""
-    keys = Keys.of(options)
+    keys = keys or Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     budgeted: ServedModel = BudgetedModel(rendering, CostBudget(options.max_request_bytes))
     models = by_model(budgeted)

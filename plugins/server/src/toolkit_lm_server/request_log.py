@@ -119,6 +119,7 @@ def log_answer(
         f'"{request}"',
         str(status),
         "" if seconds is None else f"{seconds:.3f} s",
+        f"id={request_id}" if request_id else "",
         json.dumps(reason) if reason else "",
     ]
     shown = fields(

@@ -12,19 +12,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.keys import Keys
-from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import authorization
 
 
 class StartGate:
     """Holds requests until the engine is ready, and then hands them to whichever app serves it."""
 
-    def __init__(self, early: FastAPI, options: ServerOptions, start_timeout: float) -> None:
+    def __init__(self, early: FastAPI, keys: Keys | None, start_timeout: float) -> None:
         """`early`: the app that answers until then. Requests that it has routes for are not held.
-        `start_timeout`: seconds that a request waits."""
+        `keys`: clients need one of them. `start_timeout`: seconds that a request waits."""
         self.app: ASGIApp = early
         self._early = early.state.early
-        self._keys = Keys.of(options)
+        self._keys = keys
         self._seconds = start_timeout
         self._opened = asyncio.Event()
 

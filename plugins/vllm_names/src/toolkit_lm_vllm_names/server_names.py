@@ -177,8 +177,11 @@ SERVER: list[Name] = [
         is_switch=True,
         of_server=True,
     ),
-    *refused(
-        "terminate TLS at a proxy for that.", "enable_ssl_refresh", is_switch=True, of_server=True
+    *free(
+        "certificates are read again when they change",
+        "enable_ssl_refresh",
+        is_switch=True,
+        of_server=True,
     ),
     *refused("terminate TLS at a proxy for that.", "ssl_cert_reqs", "ssl_ciphers", of_server=True),
     *refused(

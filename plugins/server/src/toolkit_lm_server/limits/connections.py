@@ -80,7 +80,8 @@ class Connections:
     has been idle for longest."""
 
     def __init__(self, options: ServerOptions, context: ssl.SSLContext | None = None) -> None:
-        self._context = context
+        self.context = context
+        """TLS of new connections. None: they are not secured."""
         self._most = options.num_connections
         # Few files are left to a server that may have few connections.
         self._spare = min(_SPARE, max(1, self._most // 4))
@@ -104,8 +105,8 @@ class Connections:
         connection = self._kind(**options)
         return (
             connection
-            if self._context is None
-            else Handshake(connection, self._context, self._seconds["head"])
+            if self.context is None
+            else Handshake(connection, self.context, self._seconds["head"])
         )
 
     def opened(self, connection: AnyConnection) -> None:

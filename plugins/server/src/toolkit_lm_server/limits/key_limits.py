@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Annotated, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import RequestOutputKind
 
@@ -58,18 +58,31 @@ class Account:
 
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self.name = key.name
-        self.adapters = key.adapters
-        """Patterns as in ApiKey."""
-        self._key = key
         self._clock = clock
         self._num_sequences = 0
+        self._buckets: dict[str, _Bucket] = {}
+        self._set(key)
+
+    def _set(self, key: ApiKey) -> None:
+        self._key = key
+        self.adapters = key.adapters
+        """Patterns as in ApiKey."""
         limits = {
             "requests_per_minute": key.requests_per_minute,
             "tokens_per_minute": key.tokens_per_minute,
         }
         self._buckets = {
-            name: _Bucket(limit, clock()) for name, limit in limits.items() if limit is not None
+            name: _Bucket(limit, self._clock())
+            for name, limit in limits.items()
+            if limit is not None
         }
+
+    def change(self, key: ApiKey) -> None:
+        """Gives the key other limits. Its sequences go on, and what it has used of a minute
+        counts only where the limits stay as they are."""
+        if structs.replace(key, key=self._key.key) != self._key:
+            self._set(key)
+        self._key = key
 
     def begin(self) -> None:
         """Counts a request. Raises ApiError (429) where a minute's limit is met."""
