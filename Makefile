@@ -1,9 +1,12 @@
-# Each target sets up what it needs: a virtual environment in .venv with the whole workspace, editable.
+# Each target sets up what it needs, in .venv: `make demo` what a user installs, from wheels; all others the whole workspace, editable.
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+# An index of torch's CPU builds: PyPI's torch brings gigabytes of CUDA.
+TORCH_INDEX ?=
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
 DOWNSTREAM := $(VENV)-downstream
@@ -29,12 +32,15 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 # Python compiles a module when it is first imported, which most of what is installed never is.
 QUIETLY := --quiet --disable-pip-version-check --no-compile
 
-DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
+PROJECTS := pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
 
-.PHONY: demo test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels clean
+.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels sdists release-check clean
 
-demo: $(STAMP)
+# Where the workspace is installed, the demo runs from it.
+demo: $(or $(wildcard $(STAMP)),$(DEMO))
 	@$(BIN)/python docs/examples/demo.py
+
+dev: $(STAMP)
 
 # Jobs that mostly use one core run side by side, the longest first.
 BESIDE := +@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target
@@ -139,13 +145,39 @@ docs: $(STAMP)
 changelog: $(STAMP)
 	$(BIN)/towncrier build --yes --version $$($(BIN)/python -c 'import toolkit_lm; print(toolkit_lm.__version__)')
 
-# Needs no network.
+# Need no network.
 wheels: $(STAMP)
-	rm -f dist/toolkit_lm*.whl
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist $(DISTRIBUTIONS)
-	@ls dist
+	$(BIN)/python deploy/distributions.py --to dist
 
-$(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
+sdists: $(STAMP)
+	$(BIN)/python deploy/distributions.py --to dist --sdist
+
+# What a release publishes, checked as the release workflow does it.
+release-check: $(STAMP)
+	$(BIN)/python deploy/release.py
+
+# torch's own triton is one that fits it.
+INSTALL := $(BIN)/pip install $(QUIETLY) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c build/constraints.txt
+# Sources of what is in the wheels, which are built again when one has changed.
+ifeq ($(wildcard $(STAMP)),)
+SOURCES := $(shell find core/src libs/*/src plugins/*/src contrib_*/*/src -type f ! -name '*.pyc' ! -name '*.so' ! -name '* *')
+endif
+
+$(DEMO): deploy/distributions.py constraints.txt $(PROJECTS) $(SOURCES)
+	@echo "1/4 An environment: $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@mkdir -p build && grep -v '^triton==' constraints.txt > build/constraints.txt
+	@$(INSTALL) hatchling
+	@echo "2/4 Wheels of the core and the default plugins"
+	@$(BIN)/python deploy/distributions.py --to build/wheels --of toolkit-lm
+	@echo "3/4 PyTorch, the largest download"
+	@$(INSTALL) torch
+	@echo "4/4 The wheels, and the other packages that they need"
+	@$(BIN)/pip install $(QUIETLY) --no-deps --no-index --force-reinstall build/wheels/*.whl
+	@$(INSTALL) build/wheels/*.whl openai
+	@touch $@
+
+$(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt $(PROJECTS) $(wildcard contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
 	@$(BIN)/pip install $(QUIETLY) -c constraints.txt editables hatchling setuptools

@@ -56,22 +56,11 @@ def files(page: str) -> dict[str, str]:
     )
 
 
-BUILD = """
-import os, sys
-from hatchling.build import build_wheel
-
-for folder in sys.argv[2:]:
-    os.chdir(folder)
-    build_wheel(sys.argv[1])
-"""
-"""Builder that pip calls for a wheel, for all in one process."""
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> Path:
     """A folder with the wheels of all distributions of this repository."""
     target = tmp_path_factory.mktemp("wheels")
-    run(sys.executable, "-c", BUILD, target, ROOT, *FOLDERS)
+    run(sys.executable, ROOT / "deploy" / "distributions.py", "--to", target)
     return target
 
 
