@@ -1,4 +1,4 @@
-"""The Grafana board asks for metrics that exist."""
+"""The Grafana board, the alerts and the autoscaler ask for metrics that exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.frontend import Health
@@ -15,6 +16,7 @@ from toolkit_lm_server.metric_names import VLLM_NAMES
 from toolkit_lm_server.metrics import Metrics
 
 FILE = Path(__file__).parents[3] / "deploy" / "grafana" / "toolkit-lm.json"
+CHART = FILE.parents[1] / "helm" / "toolkit-lm"
 ENDED = {"request_id": "1", "time": 2.0, "arrival_time": 1.0, "num_prompt_tokens": 1}
 OF_SCRAPES = {"instance", "job", "le"}
 """Labels that a series has from elsewhere."""
@@ -147,3 +149,34 @@ def test_the_board_is_well_formed(board):
                 target["expr"].count("(") == target["expr"].count(")")
                 for target in panel["targets"]
             )
+
+
+def alerts() -> list[dict]:
+    groups = yaml.safe_load((CHART / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_exists(rule):
+    expression = rule["expr"]
+    asked = selectors(expression)
+    assert asked and len(re.findall(r"toolkit_lm_\w+", expression)) == len(asked)
+    labels = set(OF_SCRAPES)
+    for names, compared in asked:
+        for name in names:
+            assert name in TOLD and compared - TOLD[name] <= OF_SCRAPES, name
+            labels |= TOLD[name]
+    for group in re.findall(r"\bby \(([\w, ]+)\)", expression):
+        assert set(group.split(", ")) <= labels, expression
+    assert expression.count("(") == expression.count(")")
+    text = json.dumps(rule["annotations"])
+    assert set(re.findall(r"\$labels\.(\w+)", text)) <= labels
+    assert set(rule["annotations"]) == {"summary", "description"}
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_alerts_have_names_of_their_own_and_the_autoscalers_metric_exists():
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names) > 5
+    asked = re.findall(r"toolkit_lm_\w+", (CHART / "templates" / "autoscaler.yaml").read_text())
+    assert len(asked) == 2 and set(asked) <= set(TOLD)
