@@ -6,148 +6,38 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import httpx
 import pytest
+from browsing import (
+    NEEDS_CHROMIUM,
+    PATIENCE,
+    ask,
+    browser,
+    module,
+    number,
+    served,
+    set_field,
+    tiny,
+    visit,
+)
 from faulty_server import wait_for
 from PIL import Image
+from playwright.sync_api import expect
 from toolkit_lm_tiny.drawings import draw
 
-pytest.importorskip("playwright", reason="playwright is not installed")
-from playwright.sync_api import Page, expect, sync_playwright
-
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium"
-)
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-"""Hosts that the browser itself would ask in the network."""
+__all__ = ["browser", "module", "served", "tiny", "visit"]
+pytestmark = NEEDS_CHROMIUM
 KEY = "SECRET-123"
-PATIENCE = 60_000
-"""Milliseconds, on a machine that does other things too."""
-expect.set_options(timeout=PATIENCE)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        one = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS + QUIET)
-        yield one
-        one.close()
-
-
-@pytest.fixture(scope="module")
-def served():
-    """served(model, *flags): the address of `toolkit serve`."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str) -> str:
-        command = [
-            sys.executable,
-            "-c",
-            "from toolkit_lm_cli import main; main()",
-            "serve",
-            *arguments,
-            "--port",
-            "0",
-            "--device",
-            "cpu",
-        ]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes.append(
-            process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-        )
-        found = next(
-            (at for line in process.stdout if (at := re.search(r"Serving \S+ at (\S+)", line))),
-            None,
-        )
-        assert found, f"the server ended with exit code {process.wait()}"
-        return found[1]
-
-    yield start
-    for process in processes:
-        process.terminate()
-        process.wait(30)
-        process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def tiny(served) -> str:
-    return served("tiny", "--num-kv-blocks", "400")
-
-
-@pytest.fixture
-def visit(browser) -> Iterator:
-    """visit(url): a page there. At the end, it has had no errors and has asked no other host."""
-    pages = []
-    wrong = []
-
-    def go(url: str, *, expected: str = "", **options: object) -> Page:
-        """`expected`: what the console may say is wrong."""
-        context = browser.new_context(**options)
-        context.set_default_timeout(PATIENCE)
-        page = context.new_page()
-        pages.append(page)
-        host = "/".join(url.split("/")[:3])
-        page.on(
-            "request",
-            lambda request: (
-                request.url.startswith((f"{host}/", "data:", "blob:")) or wrong.append(request.url)
-            ),
-        )
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-
-        def said(message) -> None:
-            if message.type in ("error", "warning") and not (expected and expected in message.text):
-                wrong.append(message.text)
-
-        page.on("console", said)
-        page.goto(url)
-        return page
-
-    yield go
-    for page in pages:
-        page.context.close()
-    assert not wrong
-
-
-def ask(page: Page, text: str) -> str:
-    """The answer to a message."""
-    count = page.locator(".message.assistant").count()
-    page.fill("#input", text)
-    page.press("#input", "Enter")
-    answer = page.locator(".message.assistant").nth(count)
-    expect(answer.get_by_role("button", name="Retry")).to_be_visible(timeout=PATIENCE)
-    return answer.locator(".text").inner_text()
-
-
-def number(text: str) -> float:
-    return float(re.sub(r"[^\d.]", "", text) or 0)
-
-
-def set_field(page: Page, name: str, value: str) -> None:
-    if page.locator("#settings").is_hidden():
-        page.click("#settings-toggle")
-    page.fill(f'#settings [data-name="{name}"]', value)
 
 
 def test_a_chat_and_what_the_engine_does(visit, tiny):
     page = visit(f"{tiny}/")
     expect(page.locator("#model-name")).to_have_text("tiny")
     expect(page.locator("#status-dot")).to_have_class("dot ready")
-    expect(page.locator("#attach")).to_be_hidden()
     set_field(page, "temperature", "0")
     assert ask(page, "What is the capital of France?") == "The capital of France is Paris."
     # The conversation goes along.
@@ -206,6 +96,7 @@ def test_an_answer_can_be_stopped_and_asked_anew(visit, tiny):
     expect(answer.get_by_role("button", name="Retry")).to_be_visible()
     answer.get_by_role("button", name="Retry").click()
     expect(page.locator(".message.assistant")).to_have_count(1)
+    expect(page.locator(".message.assistant .branches")).to_contain_text("2/2")
     page.click("#new-chat")
     expect(page.locator(".empty h1")).to_be_visible()
 

@@ -17,15 +17,27 @@ if TYPE_CHECKING:
 
 PAGE = (
     "app.js",
+    "attachments.js",
+    "branches.js",
     "charts.js",
     "chat.js",
+    "code.js",
+    "conversations.js",
     "dom.js",
+    "exchange.js",
     "icon.svg",
+    "icons.js",
+    "inline.js",
     "live.js",
     "markdown.js",
+    "math.js",
+    "request.js",
+    "settings.js",
+    "store.js",
     "style.css",
+    "turns.js",
 )
-_API = ("docs.js", "dom.js", "icon.svg", "style.css")
+_API = ("docs.js", "dom.js", "icon.svg", "icons.js", "style.css")
 _KINDS = {
     ".html": "text/html",
     ".css": "text/css",

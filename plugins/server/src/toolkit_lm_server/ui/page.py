@@ -124,6 +124,7 @@ def _described(engine: ServingEngine | None) -> dict[str, Any]:
         "max_num_seqs": config.scheduler.max_num_seqs,
         "block_size": config.cache.block_size,
         "takes_images": rules is not None and "image" in rules.modalities,
+        "takes_audio": rules is not None and "audio" in rules.modalities,
     }
     # Why one is broken may name files: `toolkit plugins list` tells that.
     known = engine.plugins.infos

@@ -1,201 +1,175 @@
-// The chat.
+// The chat: its conversation, and the answers to it.
 
-import { $, ask, count, duration, element, events, failure } from "./dom.js";
-import { rendered } from "./markdown.js";
+import * as attachments from "./attachments.js";
+import { addTurn, choose, newConversation, pathTo, shownPath } from "./branches.js";
+import * as conversations from "./conversations.js";
+import { $, announce, ask, count, duration, element, events, failure } from "./dom.js";
+import { requestFor } from "./request.js";
+import { settings } from "./settings.js";
+import { viewOf } from "./turns.js";
 
-const MOST_IMAGE_BYTES = 8 * 2 ** 20;
 const EXAMPLES = {
   tiny: ["What is the capital of France?", "Tell me a story about a dog.", "What is 7 + 5?"],
-  "tiny-vision": [],
 };
-const SETTINGS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, middle: 1 },
-  { name: "top_p", label: "Top p", min: 0.05, max: 1, step: 0.05, middle: 1 },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.05, middle: 0 },
-  { name: "repetition_penalty", label: "Repeat penalty", min: 0.5, max: 2, step: 0.05, middle: 1 },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, middle: 0 },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, middle: 0 },
-  { name: "top_k", label: "Top k", number: true, min: -1 },
-  { name: "max_tokens", label: "Maximum tokens", number: true, min: 1 },
-  { name: "seed", label: "Seed", number: true, min: 0 },
-  { name: "stop", label: "Stop at", text: true },
-  { name: "system", label: "System message", area: true },
-];
+const LONGEST_ANNOUNCEMENT = 2000;
 
-const values = {};
 let model = null;
-let turns = [];
 let mode = "chat";
-let pictures = [];
+let conversation = newConversation(mode);
 let running = null;
+const views = new Map();
+const deleted = new WeakSet();
+const touch = matchMedia("(pointer: coarse)");
 
-// Settings. What nobody has touched is not sent: the server's defaults hold.
-
-function slider(one) {
-  const output = element("output", { class: "unset" }, "default");
-  const input = element("input", {
-    type: "range",
-    min: one.min,
-    max: one.max,
-    step: one.step,
-    value: one.middle,
-    "data-name": one.name,
-  });
-  input.addEventListener("input", () => {
-    values[one.name] = Number(input.value);
-    output.textContent = Number(input.value).toFixed(one.step < 0.1 ? 2 : 1);
-    output.className = "";
-  });
-  output.title = "Double-click the slider for the default";
-  input.addEventListener("dblclick", () => {
-    delete values[one.name];
-    input.value = one.middle;
-    output.textContent = "default";
-    output.className = "unset";
-  });
-  return element("label", {}, one.label, output, input);
-}
-
-function field(one) {
-  const input = one.area
-    ? element("textarea", { rows: 2, "data-name": one.name, placeholder: "none" })
-    : element("input", {
-        type: one.number ? "number" : "text",
-        min: one.min,
-        "data-name": one.name,
-        placeholder: one.text ? "none" : "default",
-      });
-  input.addEventListener("input", () => {
-    const text = one.text ? input.value.replaceAll("\\n", "\n") : input.value;
-    if (text.trim() === "" && !(one.text && text)) delete values[one.name];
-    else values[one.name] = one.number ? Number(text) : text;
-  });
-  return element("label", { class: one.area ? "full" : null }, one.label, input);
-}
-
-$("settings").append(
-  ...SETTINGS.map((one) => (one.number || one.text || one.area ? field(one) : slider(one))),
-);
-$("settings").addEventListener("submit", (event) => event.preventDefault());
-$("settings-toggle").addEventListener("click", () => {
-  $("settings").hidden = !$("settings").hidden;
-  $("settings-toggle").setAttribute("aria-expanded", !$("settings").hidden);
-});
-
-// Modes
-
-for (const one of ["chat", "text"]) {
-  $(`mode-${one}`).addEventListener("click", () => {
-    if (mode === one) return;
-    mode = one;
-    for (const other of ["chat", "text"])
-      $(`mode-${other}`).setAttribute("aria-pressed", other === mode);
-    $("input").placeholder = mode === "chat" ? "Ask something" : "Text for the model to go on with";
-    clear();
-  });
-}
+// The conversation
 
 /** The model that answers. */
 export function serve(served) {
   const same = model?.name === served.name;
   model = served;
-  $("attach").hidden = !model.takes_images;
-  if (!same) clear();
+  attachments.allow({ image: model.takes_images, audio: model.takes_audio });
+  fitToMode();
+  if (!same && !shownPath(conversation).length) begin();
   if (waits) $("composer").requestSubmit();
 }
 
-function clear() {
+/** Shows an empty conversation. */
+function begin() {
+  open(newConversation(mode));
+  $("input").focus({ preventScroll: true });
+}
+
+/** Shows a conversation in place of the present one, whose answer is stopped. */
+function open(other) {
+  if (other.id === conversation.id) return;
   running?.abort();
-  turns = [];
-  pictures = [];
-  showPictures();
+  running = null;
+  busy(false);
+  conversation = other;
+  mode = conversation.mode;
+  fitToMode();
+  show();
+}
+
+function fitToMode() {
+  for (const name of ["chat", "text"])
+    $(`mode-${name}`).setAttribute("aria-pressed", name === mode);
+  $("input").placeholder = mode === "chat" ? "Ask something" : "Text for the model to go on with";
+  $("attach").hidden = mode === "text" || !model;
+  if (mode === "text") attachments.taken();
+}
+
+/** Shows the chosen turns, from the first to the last. */
+function show() {
+  views.clear();
+  const path = shownPath(conversation);
+  $("messages").replaceChildren(...(path.length ? [] : [welcome()]));
+  for (const turn of path) append(turn);
+}
+
+function welcome() {
   const examples = mode === "text" ? ["Once upon a time"] : (EXAMPLES[model?.name] ?? []);
   const buttons = examples.map((text) =>
     element("button", { type: "button", onclick: () => send(text) }, text),
   );
-  const title =
-    mode === "chat"
-      ? `Chat with ${model?.name ?? "the model"}`
-      : `${model?.name ?? "The model"} goes on with your text`;
+  const name = model?.name ?? "the model";
+  const title = mode === "chat" ? `Chat with ${name}` : `Have ${name} go on with your text`;
   const note =
     mode === "chat"
-      ? "Nothing is kept: the conversation ends with this tab."
+      ? conversations.note()
       : "No chat template: the text is the prompt, as it is.";
-  $("messages").replaceChildren(
-    element(
-      "div",
-      { class: "empty" },
-      element("h1", {}, title),
-      element("p", {}, note),
-      element("div", { class: "examples" }, ...buttons),
-    ),
-  );
-  $("input").focus({ preventScroll: true });
-}
-
-$("new-chat").addEventListener("click", clear);
-
-// Pictures
-
-function addFiles(files) {
-  if (!model?.takes_images) return;
-  for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
-    if (file.size > MOST_IMAGE_BYTES) {
-      complain(`${file.name} is larger than ${MOST_IMAGE_BYTES / 2 ** 20} MiB.`);
-      continue;
-    }
-    const reader = new FileReader();
-    reader.addEventListener("load", () => {
-      pictures.push({ url: reader.result, name: file.name });
-      showPictures();
-    });
-    reader.readAsDataURL(file);
-  }
-}
-
-function showPictures() {
-  $("attached").hidden = !pictures.length;
-  const drop = (one) => () => {
-    pictures = pictures.filter((other) => other !== one);
-    showPictures();
-  };
-  $("attached").replaceChildren(
-    ...pictures.map((one) =>
-      element(
-        "figure",
-        {},
-        element("img", { src: one.url, alt: one.name }),
-        element(
-          "button",
-          { type: "button", "aria-label": `Remove ${one.name}`, onclick: drop(one) },
-          "✕",
-        ),
-      ),
-    ),
+  return element(
+    "div",
+    { class: "empty" },
+    element("h1", {}, title),
+    element("p", {}, note),
+    element("div", { class: "examples" }, ...buttons),
   );
 }
 
-$("attach").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", () => {
-  addFiles($("file").files);
-  $("file").value = "";
+/** Shows a turn at the end. */
+function append(turn) {
+  const parent = conversation.turns.find((other) => other.id === turn.parent);
+  const view = viewOf(conversation, turn, parent?.text ?? "", does);
+  views.set(turn.id, view);
+  view.paint(running?.turn === turn);
+  // In plain text, the prompt stands before its continuation.
+  if (mode === "text" && turn.role === "user") return;
+  $("messages").querySelector(".empty")?.remove();
+  $("messages").append(view.node);
+  toEnd(true);
+}
+
+async function keep(kept = conversation) {
+  if (deleted.has(kept)) return;
+  kept.changed = Date.now();
+  const problem = await conversations.keep(kept);
+  if (problem && kept === conversation) complain(problem);
+}
+
+function complain(text) {
+  const line = element("p", { class: "error", role: "alert" }, text);
+  $("messages").append(element("div", { class: "message" }, line));
+  toEnd(true);
+}
+
+/** Scrolls on, unless the reader has scrolled back. */
+function toEnd(always) {
+  const list = $("messages");
+  if (always || list.scrollHeight - list.scrollTop - list.clientHeight < 120)
+    list.scrollTop = list.scrollHeight;
+}
+
+/** What buttons of a turn do. While an answer is written, they do nothing. */
+const does = {
+  edit(turn, text) {
+    if (running) return;
+    const { role, attachments: files } = turn;
+    const parent = conversation.turns.find((other) => other.id === turn.parent) ?? null;
+    addTurn(conversation, parent, { role, text, ...(files ? { attachments: files } : {}) });
+    show();
+    answer();
+  },
+  /** Another answer to the same question: a branch. */
+  retry(turn) {
+    if (running) return;
+    const parent = conversation.turns.find((other) => other.id === turn.parent);
+    answer(pathTo(conversation, parent));
+  },
+  goOn(turn) {
+    if (!running) answer(pathTo(conversation, turn), turn);
+  },
+  choose(turn) {
+    if (running) return;
+    choose(conversation, turn);
+    show();
+    keep();
+  },
+};
+
+conversations.connect({
+  opened: (other) => {
+    open(other);
+    $("input").focus({ preventScroll: true });
+  },
+  isShown: (id) => id === conversation.id,
+  renamed: (id, title) => {
+    if (id === conversation.id) conversation.title = title;
+  },
+  removed: (id) => {
+    if (id !== conversation.id) return;
+    deleted.add(conversation);
+    begin();
+  },
 });
-$("input").addEventListener("paste", (event) => {
-  const files = [...event.clipboardData.files];
-  if (files.length && model?.takes_images) {
-    event.preventDefault();
-    addFiles(files);
-  }
-});
-for (const [kind, over] of [["dragover", true], ["dragleave", false], ["drop", false]]) {
-  $("chat").addEventListener(kind, (event) => {
-    if (!model?.takes_images) return;
-    event.preventDefault();
-    $("chat").classList.toggle("dropping", over);
-    if (kind === "drop") addFiles(event.dataTransfer.files);
+attachments.connect(complain);
+$("new-chat").addEventListener("click", begin);
+for (const name of ["chat", "text"])
+  $(`mode-${name}`).addEventListener("click", () => {
+    if (mode === name) return;
+    mode = name;
+    begin();
   });
-}
 
 // Writing
 
@@ -204,9 +178,18 @@ function fit() {
   $("input").style.height = `${$("input").scrollHeight}px`;
 }
 
+function hint() {
+  $("hint-keys").textContent = touch.matches
+    ? "Enter begins a line."
+    : "Enter sends, Shift + Enter begins a line.";
+}
+
+touch.addEventListener("change", hint);
+hint();
 $("input").addEventListener("input", fit);
 $("input").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // A keyboard on the screen has no Shift + Enter.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || touch.matches) return;
   event.preventDefault();
   $("composer").requestSubmit();
 });
@@ -222,168 +205,117 @@ $("composer").addEventListener("submit", (event) => {
     return;
   }
   const text = $("input").value;
-  if (!text.trim() && !pictures.length) return;
+  if (!text.trim() && !attachments.waiting()) return;
   $("input").value = "";
   fit();
   send(text);
 });
 
-function busy(is) {
-  $("send").textContent = is ? "Stop" : "Send";
-  $("send").classList.toggle("stop", is);
-}
-
-function complain(text) {
-  append(element("div", { class: "message" }, element("p", { class: "error" }, text)));
-}
-
-function append(node) {
-  $("messages").querySelector(".empty")?.remove();
-  $("messages").append(node);
-  toEnd(true);
-}
-
-/** Scrolls on, unless the reader has scrolled back. */
-function toEnd(always) {
-  const list = $("messages");
-  if (always || list.scrollHeight - list.scrollTop - list.clientHeight < 120)
-    list.scrollTop = list.scrollHeight;
-}
-
 function send(text) {
   if (running || !model) return;
-  if (mode === "text") turns = [];
-  const turn = { role: "user", text, pictures, node: element("div", { class: "message user" }) };
-  pictures = [];
-  showPictures();
-  if (turn.pictures.length)
-    turn.node.append(
-      element(
-        "div",
-        { class: "pictures" },
-        ...turn.pictures.map((one) => element("img", { src: one.url, alt: one.name })),
-      ),
-    );
-  if (mode === "chat" && text) turn.node.append(element("div", { class: "text" }, text));
-  if (mode === "chat") append(turn.node);
-  turns.push(turn);
+  const files = attachments.taken();
+  const turn = { role: "user", text, ...(files.length ? { attachments: files } : {}) };
+  append(addTurn(conversation, shownPath(conversation).at(-1) ?? null, turn));
   answer();
 }
 
 // Answers
 
-function body() {
-  const { system, ...params } = values;
-  const asked = {
-    model: model.name,
-    stream: true,
-    stream_options: { include_usage: true },
-    ...params,
-  };
-  if (mode === "text") return ["v1/completions", { ...asked, prompt: turns.at(-1).text }];
-  const content = (turn) =>
-    turn.pictures?.length
-      ? [
-          ...turn.pictures.map((one) => ({ type: "image_url", image_url: { url: one.url } })),
-          { type: "text", text: turn.text },
-        ]
-      : turn.text;
-  const messages = turns.map((turn) => ({ role: turn.role, content: content(turn) }));
-  if (system) messages.unshift({ role: "system", content: system });
-  return ["v1/chat/completions", { ...asked, messages }];
+/** Whether an answer is being written, which `Stop` ends. */
+function busy(is) {
+  $("send").textContent = is ? "Stop" : "Send";
+  $("send").classList.toggle("stop", is);
 }
 
-async function answer() {
-  const text = element("div", { class: "text" });
-  const about = element("div", { class: "about" });
-  const node = element("div", { class: "message assistant writing" }, text, about);
-  const [path, asked] = body();
-  const turn = { role: "assistant", text: "", thoughts: "", node };
-  append(node);
-  const abort = (running = new AbortController());
+/** Has the model answer the last turn of a path, or go on with it where `begun` is that turn. */
+async function answer(path = shownPath(conversation), begun = null) {
+  const asked = requestFor(conversation, path, begun !== null, {
+    model: model.name,
+    ...settings(),
+  });
+  const turn =
+    begun ?? addTurn(conversation, path.at(-1), { role: "assistant", text: "", thoughts: "" });
+  const mine = conversation;
+  const abort = new AbortController();
+  running = { turn, abort: () => abort.abort() };
+  delete turn.stopped;
   busy(true);
-  const start = performance.now();
-  let first = null;
-  let usage = null;
-  let reason = null;
-  let pending = 0;
-  const paint = () => {
-    pending = 0;
-    if (mode === "text")
-      text.replaceChildren(
-        element(
-          "div",
-          { class: "plain" },
-          element("span", { class: "given" }, asked.prompt),
-          turn.text,
-        ),
-      );
-    else text.replaceChildren(rendered(turn.text));
-    if (turn.thoughts) {
-      const details =
-        node.querySelector("details") ??
-        element(
-          "details",
-          {},
-          element("summary", {}, "Reasoning"),
-          element("div", { class: "plain" }),
-        );
-      details.lastChild.textContent = turn.thoughts;
-      if (!details.parentNode) node.prepend(details);
-    }
+  show();
+  announce("The answer is being written.");
+  keep();
+  const figures = await read(asked, turn, abort);
+  if (running?.turn === turn) {
+    running = null;
+    busy(false);
+  }
+  // The answer that was to go on stays a good one.
+  if (figures.error && begun) complain(figures.error);
+  else if (figures.error) turn.error = figures.error;
+  turn.facts = factsOf(figures);
+  if (mine === conversation) {
+    views.get(turn.id)?.paint();
+    announce(turn.error ?? turn.text.slice(0, LONGEST_ANNOUNCEMENT));
     toEnd(false);
+  }
+  keep(mine);
+}
+
+/** Reads an answer into its turn. Returns {start, first, usage, reason, error}, times in ms. */
+async function read([path, body], turn, abort) {
+  const figures = { start: performance.now(), first: null, usage: null, reason: null };
+  let pending = 0;
+  let pause = 0;
+  const paint = () => {
+    const began = performance.now();
+    pending = 0;
+    if (running?.turn !== turn) return;
+    views.get(turn.id)?.paint(true);
+    toEnd(false);
+    // A long answer does not keep the page busy.
+    pause = 4 * (performance.now() - began);
   };
   try {
     const response = await ask(path, {
       method: "POST",
       headers: { "content-type": "application/json" },
-      body: JSON.stringify(asked),
+      body: JSON.stringify(body),
       signal: abort.signal,
     });
     if (!response.ok) throw new Error(await failure(response));
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      usage = chunk.usage ?? usage;
+      figures.usage = chunk.usage ?? figures.usage;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
-      reason = choice.finish_reason ?? reason;
-      const more = choice.delta?.content ?? choice.text ?? "";
-      const thought = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
-      if (more || thought) first ??= performance.now();
-      turn.text += more;
-      turn.thoughts += thought;
-      // A hidden window has no frames.
-      if (!pending)
-        pending = document.hidden ? setTimeout(paint, 100) : requestAnimationFrame(paint);
+      figures.reason = choice.finish_reason ?? figures.reason;
+      if (take(choice, turn)) figures.first ??= performance.now();
+      if (!pending) pending = setTimeout(paint, Math.max(16, pause));
     }
   } catch (error) {
-    if (abort.signal.aborted) reason = "stopped";
-    else {
-      reason = "error";
-      node.append(
-        element(
-          "p",
-          { class: "error" },
-          error instanceof TypeError ? "The server cannot be reached." : error.message,
-        ),
-      );
-    }
+    if (abort.signal.aborted) turn.stopped = true;
+    else
+      figures.error = error instanceof TypeError ? "The server cannot be reached." : error.message;
   }
-  const seconds = (performance.now() - start) / 1000;
-  node.classList.remove("writing");
-  if (running === abort) {
-    running = null;
-    busy(false);
-  }
-  // It was asked in a conversation that is gone.
-  if (!node.isConnected) return;
-  paint();
-  turns.push(turn);
+  return figures;
+}
+
+/** Takes in a part of an answer. Returns whether there was anything in it. */
+function take(choice, turn) {
+  const more = choice.delta?.content ?? choice.text ?? "";
+  const thought = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
+  turn.text += more;
+  turn.thoughts = (turn.thoughts ?? "") + thought;
+  return Boolean(more || thought);
+}
+
+/** What is said below an answer. */
+function factsOf({ start, first, usage, reason }) {
   const facts = [];
+  const now = performance.now();
   if (usage) {
     // All tokens of a short answer may come at once.
-    const after = first === null ? 0 : (performance.now() - first) / 1000;
-    const writing = after > 0.1 ? after : seconds;
+    const after = first === null ? 0 : (now - first) / 1000;
+    const writing = after > 0.1 ? after : (now - start) / 1000;
     facts.push(`${count(usage.completion_tokens)} tokens`);
     for (const [name, of] of Object.entries(usage.drafters || {}))
       facts.push(`${name}: ${of.accepted_draft_tokens} of ${of.draft_tokens} drafts`);
@@ -392,24 +324,5 @@ async function answer() {
   }
   if (first !== null) facts.push(`first after ${duration((first - start) / 1000)}`);
   if (reason === "length") facts.push("cut at the maximum");
-  if (reason === "stopped") facts.push("stopped");
-  about.append(
-    ...facts.map((fact) => element("span", {}, fact)),
-    element(
-      "button",
-      { type: "button", onclick: () => navigator.clipboard?.writeText(turn.text) },
-      "Copy",
-    ),
-    element("button", { type: "button", onclick: () => again(turn) }, "Retry"),
-  );
-  toEnd(false);
-}
-
-/** Asks anew for an answer, and forgets what came after it. */
-function again(turn) {
-  if (running) return;
-  const index = turns.indexOf(turn);
-  if (index < 0) return;
-  for (const gone of turns.splice(index)) gone.node.remove();
-  answer();
+  return facts;
 }

@@ -1,4 +1,6 @@
-// Small helpers: elements, numbers, and requests to this server.
+// Small helpers: elements, numbers, the clipboard, and requests to this server.
+
+import { icon } from "./icons.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -12,6 +14,53 @@ export function element(tag, attributes = {}, ...children) {
   }
   made.append(...children.filter((child) => child != null));
   return made;
+}
+
+/** A button with an icon. Its label is for screen readers, and shown when it is pointed at. */
+export function iconButton(name, label, onclick) {
+  return element(
+    "button",
+    { type: "button", class: "ghost icon-button", "aria-label": label, title: label, onclick },
+    icon(name),
+  );
+}
+
+/**
+ * Copies a text. Returns whether it is on the clipboard.
+ * Over plain HTTP a browser has no clipboard API; the old command works there.
+ */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const focused = document.activeElement;
+    const area = element("textarea", { class: "away", readonly: true, "aria-hidden": "true" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    focused?.focus?.({ preventScroll: true });
+    return copied;
+  }
+}
+
+/** A button that copies `text()`, and says whether that worked. */
+export function copyButton(label, text) {
+  const button = iconButton("copy", label, async () => {
+    const said = (await copy(text())) ? "Copied" : "The browser refused";
+    button.classList.add("said");
+    button.dataset.said = said;
+    announce(said);
+    setTimeout(() => button.classList.remove("said"), 1500);
+  });
+  return button;
+}
+
+/** Has screen readers say something. */
+export function announce(text) {
+  $("announcer").textContent = text;
 }
 
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -33,6 +82,9 @@ export function duration(seconds) {
 
 const KEY = "toolkit_lm.key";
 let asking = null;
+
+/** The API key of this tab, or null. */
+export const apiKey = () => sessionStorage.getItem(KEY) || null;
 
 /** Asks for the API key, once for all who wait for it. */
 function askKey(wrong) {
