@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -64,6 +65,7 @@ class FakeEngine:
         self.served_model_name = self.config.served_model_name
         self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
+        self.processor = SimpleNamespace(parts=SimpleNamespace(by_name={}))
         self.error = None
         self.status = "ready"
         self.reason = ""

@@ -408,7 +408,7 @@ def create_app(
         engine, options, metrics=metrics, readiness=readiness, page=page, keys=keys
     )
     app.state.api = router.routes
-    app.include_router(router)
+    serve_routes(app, router)
     app.router.default = OtherPaths(app)
     return app
 
@@ -435,12 +435,19 @@ def create_early_app(
         _refused,
         methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
     )
-    app.include_router(router)
+    serve_routes(app, router)
     return app
 
 
 async def _refused() -> None:
     raise AssertionError("the route's class refuses all requests while there is no engine")
+
+
+def serve_routes(app: FastAPI, router: APIRouter) -> None:
+    """Gives an app the routes and the lifespan of a router. `include_router` would make each route
+    a second time, while the first request waits."""
+    app.router.routes.extend(router.routes)
+    app.router.lifespan_context = router.lifespan_context
 
 
 def make_app(options: ServerOptions) -> FastAPI:

@@ -33,7 +33,7 @@ from toolkit_lm_server.answer_schemas import (
     answers,
 )
 from toolkit_lm_server.answers import accepted, answer
-from toolkit_lm_server.app import Served, add_own_routes, make_app
+from toolkit_lm_server.app import Served, add_own_routes, make_app, serve_routes
 from toolkit_lm_server.engines import Models, by_model
 from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_server.health import Readiness
@@ -265,5 +265,5 @@ def create_render_app(
     )
     add_own_routes(router, options, keys, readiness, metrics)
     app = make_app(options)
-    app.include_router(router)
+    serve_routes(app, router)
     return app
