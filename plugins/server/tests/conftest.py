@@ -65,7 +65,7 @@ class FakeEngine:
         self.served_model_name = self.config.served_model_name
         self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
-        self.processor = SimpleNamespace(parts=SimpleNamespace(by_name={}))
+        self.processor = SimpleNamespace(tasks=(), parts=SimpleNamespace(by_name={}))
         self.error = None
         self.status = "ready"
         self.reason = ""
