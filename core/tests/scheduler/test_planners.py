@@ -80,6 +80,7 @@ def core_with(planner, name=NAME, **options):
     core = make_core(**options)
     core.scheduler.planners._owners = {name: PluginInfo("loras", "acme-loras", "2.5")}
     core.scheduler.planners.add(name, planner)
+    core.scheduler.request_blocks.watch()
     execute = core.executor.execute
     loading: dict[str, int] = {}
 
@@ -226,10 +227,14 @@ def test_a_planner_that_fails_is_named_and_others_go_on(method):
             errors.append(str(error))
     if method == "reset":
         core._reset_after_failure()
+    if method == "forgotten":
+        core.reset_prefix_cache()
     outputs = finish_all(core)
     assert tokens_of(outputs["b"]) == continuation(PROMPT, 4)
     errors += [one.error for one in outputs.get("a", ()) if one.error]
-    if method == "release":
+    if method == "close":
+        core.shutdown()
+    if method in ("release", "close"):
         # It fails as the first request ends, which is in vain by then.
         with pytest.raises(RequestError) as caught:
             ask(core, "c", "x")
@@ -264,3 +269,93 @@ def test_planners_cut_ranges_up_to_the_end_that_they_say():
         "ab", continuation(PROMPT, 4)
     )
     assert set(planner.committed) <= {1, 2}
+
+
+class Watching(Planner):
+    """The contents that it was told of."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+        self.contents = set()
+        self.tokens = {}
+        self.is_closed = False
+
+    def stored(self, seq, group, indices):
+        if self.fails:
+            raise ValueError("no disk")
+        for index in indices:
+            digest = seq.block_hashes(group.size, index + group.later + 1)[index + group.later]
+            assert (group.index, digest) not in self.contents
+            self.contents.add((group.index, digest))
+            self.tokens[digest] = seq.token_ids[index * group.size : (index + 1) * group.size]
+            assert len(self.tokens[digest]) == group.size
+
+    def forgotten(self, content):
+        if content is None:
+            self.contents.clear()
+        else:
+            self.contents.discard(content)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("groups", [((4, None),), ((4, None), (4, 8)), ((2, None), (8, None))])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_contents_of_blocks_are_watched(groups, max_in_flight, preemption_mode):
+    """Through evictions, preemptions, forks, aborts and resets: always those that are found."""
+    planner = Watching()
+    core = core_with(
+        planner,
+        num_blocks=16 * len(groups),
+        groups=groups,
+        max_in_flight=max_in_flight,
+        num_host_blocks=16,
+        preemption_mode=preemption_mode,
+    )
+    pools = core.scheduler.blocks.pools
+
+    def check():
+        assert planner.contents == {key for pool in pools for key in pool._blocks}
+
+    evicted = 0
+    for turn in range(12):
+        for number in range(3):
+            prompt = lone_good_prompt((turn + number) % 5 + 6, 12)
+            core.add_request(
+                request(f"{turn} {number}", prompt, max_tokens=9, n=number + 1, ignore_eos=True)
+            )
+        before = set(planner.contents)
+        for step in range(60):
+            if not core.has_unfinished:
+                break
+            core.step()
+            check()
+            if step == 2:
+                core.finish(f"{turn} 1")
+                check()
+        evicted += len(before - planner.contents)
+        if turn == 5:
+            core.reset_prefix_cache()
+            assert not planner.contents
+        if turn == 8:
+            core.start_over()
+            assert not planner.contents
+    assert planner.contents and evicted
+    core.shutdown()
+    assert planner.is_closed
+
+
+def test_a_watcher_that_fails_is_dropped_alone():
+    core = core_with(Watching(fails=True))
+    ask(core, "a")
+    assert tokens_of(finish_all(core)["a"]) == continuation(PROMPT, 4)
+    assert "no disk" in core.scheduler.planners.dropped[NAME]
+    assert NAME not in core.scheduler.planners.by_name
+
+
+def test_without_watchers_nothing_is_told():
+    core = make_core()
+    assert core.scheduler.blocks.on_published is None
+    assert all(pool.on_forgotten is None for pool in core.scheduler.blocks.pools)

@@ -268,6 +268,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        self.scheduler.planners.close()
 
     def _launch(self) -> None:
         """Plans and starts steps, as many as may run at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from toolkit_lm.kv.group_blocks import (
     HOST,
@@ -87,6 +87,9 @@ class BlockManager:
         self._tables: dict[int, list[Table]] = {}
         self._published: dict[int, int] = {}
         """Number of tokens whose full blocks are published, by seq_id."""
+        self.on_published: Callable[[int, GroupBlocks, list[int]], object] | None = None
+        """Called with a sequence, a group, and the indices in the block table of the blocks that
+        can be found from now on."""
 
     # Tables
 
@@ -244,7 +247,9 @@ class BlockManager:
         ):
             return
         for group in self._of_sequences:
-            group.publish(tables[group.index], block_hashes, before, num_tokens)
+            new = group.publish(tables[group.index], block_hashes, before, num_tokens)
+            if new and self.on_published is not None:
+                self.on_published(seq_id, group, new)
         self._published[seq_id] = num_tokens
 
     def forget_contents(self, seq_id: int) -> None:

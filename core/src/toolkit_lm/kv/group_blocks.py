@@ -56,6 +56,8 @@ class BlockPool:
         self.on_evicted: Callable[[Any, int], None] | None = None
         """Called with the key and the block when a free block with contents is allocated for
         something else."""
+        self.on_forgotten: Callable[[Any], object] | None = None
+        """Called with each key whose contents are no longer found; None: no contents are."""
         self.reset()
 
     def reset(self) -> None:
@@ -69,6 +71,7 @@ class BlockPool:
         """Keys by block id."""
         self.num_cached = 0
         """Number of free blocks whose contents can be found."""
+        self.forget_all()
 
     @property
     def num_free(self) -> int:
@@ -116,12 +119,15 @@ class BlockPool:
         """Returns the block with the contents that `key` identifies; None: there is none."""
         return self._blocks.get(key)
 
-    def publish(self, key: Hashable, block: int) -> None:
-        """Sets the key of an owned block. If two blocks have the same key, the first is found."""
+    def publish(self, key: Hashable, block: int) -> bool:
+        """Sets the key of an owned block. If two blocks have the same key, the first is found.
+        Returns whether this one is."""
         assert self.ref_counts[block] > 0, f"block {block} is free"
-        if key not in self._blocks and block not in self._keys:
-            self._blocks[key] = block
-            self._keys[block] = key
+        if key in self._blocks or block in self._keys:
+            return False
+        self._blocks[key] = block
+        self._keys[block] = key
+        return True
 
     def is_known(self, block: int) -> bool:
         """Whether its contents can be found."""
@@ -133,6 +139,8 @@ class BlockPool:
         if (key := self._keys.pop(block, None)) is not None:
             del self._blocks[key]
             self.num_cached -= self.ref_counts[block] == 0
+            if self.on_forgotten is not None:
+                self.on_forgotten(key)
         return key
 
     def forget_all(self) -> None:
@@ -140,6 +148,8 @@ class BlockPool:
         self._blocks.clear()
         self._keys.clear()
         self.num_cached = 0
+        if self.on_forgotten is not None:
+            self.on_forgotten(None)
 
 
 class GroupBlocks:
@@ -302,15 +312,18 @@ class GroupBlocks:
 
     def publish(
         self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
-    ) -> None:
-        """Makes the full blocks of tokens [before, num_tokens) available to others."""
+    ) -> list[int]:
+        """Makes the full blocks of tokens [before, num_tokens) available to others. Returns the
+        indices in the table of those that nobody found before."""
         first = max(0, before // self.size - self.later)
         full = num_tokens // self.size - self.later
-        if full > first:
-            hashes = block_hashes(self.size, full + self.later)
-            for index in range(first, full):
-                if isinstance(block := table[index], int):
-                    self.pool.publish((self.index, hashes[index + self.later]), block)
+        hashes = block_hashes(self.size, full + self.later) if full > first else ()
+        return [
+            index
+            for index in range(first, full)
+            if isinstance(block := table[index], int)
+            and self.pool.publish((self.index, hashes[index + self.later]), block)
+        ]
 
     def forget_contents(self, table: Sequence[Entry]) -> None:
         """Unpublishes a table's blocks, so that they are no longer found."""
@@ -345,8 +358,9 @@ class SnapshotBlocks(GroupBlocks):
 
     def publish(
         self, table: Sequence[Entry], block_hashes: BlockHashes, before: int, num_tokens: int
-    ) -> None:
+    ) -> list[int]:
         """Nothing: a later step writes the table's block."""
+        return []
 
     def is_kept(self, table: Table, num_tokens: int, num_prompt_tokens: int, border: int) -> bool:
         """Whether the state after `num_tokens` tokens is to be found by others: it is a border's,

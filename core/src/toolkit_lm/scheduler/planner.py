@@ -12,10 +12,10 @@ from msgspec import Raw
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.kv.group_blocks import TokenRange
+from toolkit_lm.kv.group_blocks import GroupBlocks, TokenRange
 from toolkit_lm.messages import StepPlan, StepResult
 from toolkit_lm.plugin import PluginInfo, Plugins
-from toolkit_lm.scheduler.request import Refused, Request
+from toolkit_lm.scheduler.request import Refused, Request, Sequence
 
 MEDIA = "media"
 """Name of core's own part: multimodal items."""
@@ -87,6 +87,19 @@ class Planner:
         """Steps have failed: the worker may not have what these plans brought. All requests wait,
         and hold nothing."""
 
+    def stored(self, seq: Sequence, group: GroupBlocks, indices: list[int]) -> None:
+        """Other sequences can find full blocks of a sequence from now on: those with these indices
+        in its block table of a KV group, in ascending order. Block i of the group has the digest
+        `seq.block_hashes(group.size, i + group.later + 1)[i + group.later]`. Snapshots and blocks
+        of encoders are not told."""
+
+    def forgotten(self, content: tuple[int, bytes] | None) -> None:
+        """(group index, digest) of a block that nobody finds any more; None: of all blocks of a
+        pool. Also called for what `stored` has not told."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
 
 class PlannerError(RequestError):
     """A planner has failed on a request. The message names the plugin."""
@@ -148,6 +161,10 @@ class Planners:
         methods = dict([*self.fits, *self.commits, *self.releases])
         self.of_plugins = [name for name in methods if name != MEDIA]
         self.awaiting = self._overridden("awaits")
+        self._stores = self._overridden("stored")
+        self._forgets = self._overridden("forgotten")
+        self.watching = bool(self._stores or self._forgets)
+        """A planner watches the contents of blocks."""
         self._updates = dict(self._overridden("update"))
 
     def _overridden(self, method: str) -> list[tuple[str, Callable[..., Any]]]:
@@ -223,6 +240,18 @@ class Planners:
     def reset(self, plans: Collection[StepPlan]) -> None:
         for name, reset in self._overridden("reset"):
             self._tell(name, reset, plans)
+
+    def stored(self, seq: Sequence, group: GroupBlocks, indices: list[int]) -> None:
+        for name, stored in self._stores:
+            self._tell(name, stored, seq, group, indices)
+
+    def forgotten(self, content: tuple[int, bytes] | None) -> None:
+        for name, forgotten in self._forgets:
+            self._tell(name, forgotten, content)
+
+    def close(self) -> None:
+        for name, close in self._overridden("close"):
+            self._tell(name, close)
 
     def _tell(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

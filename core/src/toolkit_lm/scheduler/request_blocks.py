@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.block_manager import BlockManager
-from toolkit_lm.kv.group_blocks import TokenRange
+from toolkit_lm.kv.group_blocks import GroupBlocks, TokenRange
 from toolkit_lm.kv.snapshots import Snapshots
 from toolkit_lm.kv.tier import KVTier
 from toolkit_lm.kv.tiers import Tiers
@@ -55,6 +55,17 @@ class RequestBlocks:
         self.keeps_snapshots = self.caching and bool(self.snapshots)
         self.next_stop = self.snapshots.next_stop if self.keeps_snapshots else None
         self.tiers = Tiers(tiers if self.caching else {}, blocks)
+        self.watch()
+
+    def watch(self) -> None:
+        """Has planners told which contents of blocks can be found, if there are some to tell."""
+        if self.planners.watching:
+            self.blocks.on_published = self._tell_stored
+            for pool in self.blocks.pools:
+                pool.on_forgotten = self.planners.forgotten
+
+    def _tell_stored(self, seq_id: int, group: GroupBlocks, indices: list[int]) -> None:
+        self.planners.stored(self.roster.sequences[seq_id], group, indices)
 
     def admit(self, request: Request, admitted: Admitted) -> list[BlockCopy]:
         """Swaps a waiting request's blocks in from the host, or gives it its cached prefix. Returns
