@@ -25,6 +25,7 @@ TOPOLOGIES = {
     "data parallel": "`--data-parallel-size 2`",
     "nodes": "`--nodes 2`, and `toolkit worker`",
     "Ray": "`--executor ray`, with a local cluster",
+    "KV events": "`--plugin-option kv_events.enabled=true`",
     "remote renderer": "`--renderer-url`, and `toolkit render`",
 }
 
@@ -82,6 +83,14 @@ DOORS = (
         ("nodes",),
     ),
     Door("node", "unix", NOBODY, "none", _GONE, ("nodes", "Ray")),
+    Door(
+        "engine",
+        "tcp",
+        MACHINE,
+        "127.0.0.1, or `kv_events.endpoint` and `kv_events.replay_endpoint`",
+        "nothing: [they show the tokens of prompts](#kv-cache-events)",
+        ("KV events",),
+    ),
     Door(
         "engine",
         "tcp",

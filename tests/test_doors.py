@@ -118,6 +118,11 @@ ALONE = {
     "tensor parallel": ["--tensor-parallel-size", "2"],
     "pipeline parallel": ["--pipeline-parallel-size", "2"],
     "data parallel": ["--data-parallel-size", "2"],
+    "KV events": [
+        *("--plugin-option", "kv_events.enabled=true"),
+        *("--plugin-option", "kv_events.endpoint=tcp://127.0.0.1:{}"),
+        *("--plugin-option", "kv_events.replay_endpoint=tcp://127.0.0.1:{}"),
+    ],
 }
 AT_NIGHT = ("engine process", "pipeline parallel")
 """Their processes are among those of data and of tensor parallelism."""
@@ -133,7 +138,7 @@ AT_NIGHT = ("engine process", "pipeline parallel")
     ],
 )
 def test_a_server(serve, topology):
-    server = serve(*ALONE[topology])
+    server = serve(*(word.format(free_port()) for word in ALONE[topology]))
     answers(server)
     check(topology, of(server.process))
     assert shared_memory([psutil.Process(server.process.pid)]) == set()

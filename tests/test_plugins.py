@@ -39,6 +39,7 @@ SHIPPED = [
     "flex",
     "gguf",
     "hybrid",
+    "kv_events",
     "llama_cpp",
     "llguidance",
     "loaders",

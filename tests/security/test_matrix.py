@@ -96,6 +96,7 @@ OTHERS = {
             "/health_generate",
             "/server_info",
             "/info",
+            "/kv_event_sources",
             ONE,
             f"{ONE}/input_items",
         )

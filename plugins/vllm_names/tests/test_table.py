@@ -56,6 +56,16 @@ TRANSLATED = [
     ),
     ({"pooler_config": '{"normalize": false}'}, {"normalize": False}),
     ({"structured_outputs_config": {"backend": "auto"}}, {}),
+    ({"kv_events_config": {"enable_kv_cache_events": False, "endpoint": "tcp://*:1"}}, {}),
+    ({"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, {}),
+    (
+        {"kv_events_config": '{"enable_kv_cache_events": true, "publisher": "zmq", "hwm": 5}'},
+        {"plugin_option": {"kv_events": {"enabled": True, "hwm": 5}}},
+    ),
+    (
+        {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "tcp://*:1"}},
+        {"plugin_option": {"kv_events": {"enabled": True, "endpoint": "tcp://*:1"}}},
+    ),
     (
         {"guided_decoding_backend": "guidance"},
         {"plugin_option": {"structured_output": {"backend": "llguidance"}}},

@@ -10,12 +10,14 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineProcess
 from toolkit_lm.errors import ConfigError
 
+RANK = "TOOLKIT_LM_ENGINE_NUMBER"
+"""Variable of an engine's process: its number."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def launch(config: VllmConfig, number: int) -> EngineProcess:
     """Starts the process of an engine, by its number. Raises ConfigError, EngineDeadError."""
-    process = EngineProcess(visible_devices(config, number, os.environ))
+    process = EngineProcess({RANK: str(number), **visible_devices(config, number, os.environ)})
     if hasattr(os, "sched_setaffinity"):
         # It has barely begun: no library has counted the cores. Where it has died, that is found
         # later.

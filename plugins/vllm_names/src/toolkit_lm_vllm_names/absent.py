@@ -11,6 +11,7 @@ from toolkit_lm.errors import page
 
 _CONFIG = f"options of an engine are keywords of LLM and EngineArgs: {page('vllm.md')} lists them"
 _TRANSFER = "an engine neither sends nor fetches KV caches"
+_EVENTS = f"give kv_events_config as a dict: {page('observability.md#kv-cache-events')}"
 _MODEL = "write a model: the hook toolkit_register_models"
 _PARSER = "write a parser: the hook toolkit_register_parsers"
 _ROUTES = "write routes: the hook toolkit_register_routes"
@@ -22,7 +23,7 @@ _EXECUTOR = "write an executor: the hook toolkit_register_executors"
 
 NAMES = {
     "KVTransferConfig": _TRANSFER,
-    "KVEventsConfig": _TRANSFER,
+    "KVEventsConfig": _EVENTS,
     "ECTransferConfig": _TRANSFER,
     "WeightTransferConfig": "an engine fetches no weights of other engines",
     "ModelRegistry": _MODEL,
@@ -52,7 +53,7 @@ MODULES = {
     "compilation": "options of compilation are keys of compilation_config",
     "device_allocator": "memory is PyTorch's",
     "distributed.kv_transfer": _TRANSFER,
-    "distributed.kv_events": _TRANSFER,
+    "distributed.kv_events": _EVENTS,
     "distributed.weight_transfer": "an engine fetches no weights of other engines",
     "entrypoints.anthropic": _ROUTES,
     "entrypoints.openai": "start the server by the command `toolkit serve`",

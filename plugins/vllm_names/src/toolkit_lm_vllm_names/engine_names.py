@@ -3,7 +3,7 @@ effect."""
 
 from __future__ import annotations
 
-from toolkit_lm_vllm_names import compilation, formats, speculation, values
+from toolkit_lm_vllm_names import compilation, formats, kv_events, speculation, values
 from toolkit_lm_vllm_names.name import Name, free, renamed, same
 
 _NO_GRAPHS = (
@@ -273,6 +273,12 @@ ENGINE: list[Name] = [
         values.routed_experts,
         "rl.routed_experts: always",
         is_switch=True,
+    ),
+    *renamed(
+        "kv_events_config",
+        "plugin_option",
+        kv_events.kv_events_config,
+        "its keys are options of the plugin kv_events. Without endpoint: tcp://127.0.0.1:5557",
     ),
     *renamed("enable_lora", "plugin_option", values.adapters_on, "lora.enabled", is_switch=True),
     *renamed("max_loras", "plugin_option", values.adapters("max_adapters"), "lora.max_adapters"),

@@ -71,7 +71,6 @@ REFUSED: list[Name] = [
     *refused(
         _NO_TRANSFER,
         "kv_transfer_config",
-        "kv_events_config",
         "ec_transfer_config",
         "weight_transfer_config",
     ),
