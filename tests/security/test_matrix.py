@@ -52,6 +52,7 @@ GENERATED = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2}},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/tokenize": {"prompt": "a"},
+    "/decode": {"ids": [5]},
     "/detokenize": {"tokens": [5]},
 }
 POOLED = {
@@ -71,6 +72,11 @@ POOLED = {
     "/embed_sparse": {"inputs": "a"},
     "/predict": {"inputs": "a"},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+    "/encode": {"text": "a"},
+    "/embedding": {"content": "a"},
+    "/embeddings": {"content": "a"},
+    "/reranking": {"query": "a", "documents": ["b"]},
+    "/v1/reranking": {"query": "a", "documents": ["b"]},
     "/api/embed": {"input": "a"},
     "/api/embeddings": {"prompt": "a"},
 }
@@ -94,6 +100,7 @@ OTHERS = {
             "/get_model_info",
             "/model_info",
             "/health_generate",
+            "/get_server_info",
             "/server_info",
             "/info",
             "/kv_event_sources",
@@ -157,10 +164,13 @@ NOT_SERVED = {
 """Statuses of routes that neither engine serves: their good body is refused too."""
 LLAMA_CPP = {
     *("/completion", "/apply-template", "/tokenize", "/detokenize", "/props", "/slots"),
-    "/slots/{slot}",
+    *("/slots/{slot}", "/embedding", "/embeddings", "/reranking", "/v1/reranking"),
 }
 """Routes with llama.cpp's errors."""
-TEI = {*("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/rerank", "/info")}
+TEI = {
+    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/rerank", "/info"),
+    "/decode",
+}
 """Routes with Text Embeddings Inference's errors."""
 NOTHING_MISSING = ("/api/chat", "/api/generate", "/api/show", "/v1/conversations")
 """Without a prompt, Ollama loads the model, and a conversation may have no items: an empty body is
@@ -170,6 +180,7 @@ NO_MODEL = ("/v1/conversations",)
 UNCOUNTED = (
     "/tokenize",
     "/detokenize",
+    "/decode",
     "/apply-template",
     "/v1/messages/count_tokens",
     "/api/show",
@@ -554,7 +565,7 @@ def test_tokens_are_counted_for_the_key(counted, path):
 @pytest.mark.parametrize("path", BODIES)
 def test_what_costs_too_much_is_refused(stingy, path):
     response = stingy.send(path, json=BODIES[path])
-    free = {"/tokenize", "/detokenize", "/api/show", *NO_MODEL}
+    free = {"/tokenize", "/detokenize", "/decode", "/api/show", *NO_MODEL}
     if path in free or (path in NOT_SERVED and path != "/embed_sparse"):
         assert response.status_code == NOT_SERVED.get(path, 200)
     else:

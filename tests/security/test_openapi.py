@@ -54,6 +54,11 @@ EMBEDS = (
     "/embed_all",
     "/embed_sparse",
     "/similarity",
+    "/encode",
+    "/embedding",
+    "/embeddings",
+    "/reranking",
+    "/v1/reranking",
 )
 CLASSIFIES = ("/classify", "/predict", "/v1/moderations")
 ENGINES = ("generate", "embed", "classify", "render")
@@ -87,7 +92,7 @@ which no schema says; no vectors here are sparse; two of llama.cpp's are refused
 there is no folder of weights, and no extension of workers."""
 HALTS = ("/pause", "/sleep")
 """Routes after which the engine answers nobody until another request."""
-SECOND_NAMES = ("/v1/score", "/v1/rerank")
+SECOND_NAMES = ("/v1/score", "/v1/rerank", "/embeddings", "/v1/reranking")
 """Routes whose handler and schemas are those of another route. They are asked at night, as are, of
 an engine that generates, those of RENDERS."""
 PHASES = ("examples", "coverage", "fuzzing")

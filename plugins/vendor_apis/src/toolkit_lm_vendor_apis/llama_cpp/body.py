@@ -26,7 +26,11 @@ _WITHOUT_PLACE = (
     "return_hidden_states",
     "return_routed_experts",
 )
-_OWN = ("prompt", "n_predict", "n_probs", "return_tokens", "response_fields", "logit_bias")
+_OWN = (
+    *("prompt", "n_predict", "n_probs", "return_tokens", "timings_per_token"),
+    "return_progress",
+    *("response_fields", "logit_bias"),
+)
 _MOST_BIASES = 300
 _MOST_TEXTS = 256
 """Most texts among the token ids of one prompt: each is tokenized by itself."""
@@ -34,7 +38,7 @@ _LEAST = -100
 """The bias of a token that must not come."""
 RANDOM_SEED = 2**32 - 1
 """llama.cpp's seed for a seed of chance, as is any below 0."""
-_PROMPT = {
+PROMPT = {
     "anyOf": [
         {"type": "string"},
         {
@@ -52,6 +56,7 @@ _PROMPT = {
         },
     ]
 }
+"""The JSON schema of a prompt, or of a list of prompts."""
 Part = str | int
 """A part of a mixed prompt: a text, or a token id."""
 LlamaPrompt = str | list[Part]
@@ -68,7 +73,7 @@ class LlamaCompletionBody(SamplingBody):
 
     verdicts = INFILL
 
-    prompt: Annotated[Any, SkipValidation, WithJsonSchema(_PROMPT)]
+    prompt: Annotated[Any, SkipValidation, WithJsonSchema(PROMPT)]
     """The prompts: a text, a list of token ids that may have texts among them, or a list of
     prompts."""
     n_predict: int | None = None
@@ -81,28 +86,22 @@ class LlamaCompletionBody(SamplingBody):
     in place of the number: the token never comes."""
     return_tokens: bool = False
     """The answer has the ids of its tokens, too."""
+    timings_per_token: bool = False
+    """Each event of a stream has timings, too."""
+    return_progress: bool = False
+    """A stream begins with an event that tells of the prompt, once it is read."""
     response_fields: Items[str] | None = None
     """The only fields of an answer, with slashes for those inside of others:
     "generation_settings/n_predict"."""
 
     def prompts(self, most: int) -> list[LlamaPrompt]:
         """The prompts: one at least, and no more than `most`. Raises RequestError."""
-        if not self.is_several:
-            return [_prompt(self.prompt, "prompt")]
-        if not self.prompt:
-            raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
-        if len(self.prompt) > most:
-            raise RequestError(
-                f"prompt has {len(self.prompt)} prompts; this server takes at most {most} in one "
-                "request (max_prompts). Send them in several requests.",
-                "prompt",
-            )
-        return [_prompt(item, f"prompt[{index}]") for index, item in enumerate(self.prompt)]
+        return prompts_of(self.prompt, "prompt", most, "max_prompts")
 
     @property
     def is_several(self) -> bool:
         """Whether the body has a list of prompts. A list with a token id is one prompt."""
-        return isinstance(self.prompt, list) and not any(type(part) is int for part in self.prompt)
+        return is_several(self.prompt)
 
     def biases(self) -> list[tuple[Part, float]]:
         """Biases by token id or text. Raises RequestError."""
@@ -155,18 +154,40 @@ class LlamaCompletionBody(SamplingBody):
         return most == 0
 
 
+def is_several(value: Any) -> bool:
+    """Whether a value is a list of prompts. A list with a token id is one prompt."""
+    return isinstance(value, list) and not any(type(part) is int for part in value)
+
+
+def prompts_of(value: Any, name: str, most: int, option: str) -> list[LlamaPrompt]:
+    """The prompts in a field: one at least, and no more than `most`, which the server's `option`
+    says. `name`: the field. Raises RequestError."""
+    if not is_several(value):
+        return [_prompt(value, name)]
+    if not value:
+        raise RequestError(f"{name} is an empty list: give at least one prompt.", name)
+    if len(value) > most:
+        raise RequestError(
+            f"{name} has {len(value)} prompts; this server takes at most {most} in one request "
+            f"({option}). Send them in several requests.",
+            name,
+        )
+    return [_prompt(item, f"{name}[{index}]") for index, item in enumerate(value)]
+
+
 def _key(token: str) -> Part:
     """The token of a mapping's key: JSON writes ids as texts there."""
     return int(token) if token.isascii() and token.isdigit() and len(token) < 12 else token
 
 
 def _prompt(value: Any, name: str) -> LlamaPrompt:
-    """One prompt. Raises RequestError."""
+    """One prompt. Raises RequestError for the field that has it."""
+    field = name.partition("[")[0]
     if isinstance(value, dict) and isinstance(value.get("prompt_string"), str):
         if value.get("multimodal_data"):
             raise RequestError(
                 f"{name}: images and other media are for messages: ask /v1/chat/completions.",
-                "prompt",
+                field,
             )
         return str(value["prompt_string"])
     if isinstance(value, str):
@@ -174,11 +195,11 @@ def _prompt(value: Any, name: str) -> LlamaPrompt:
     if not isinstance(value, list) or not all(
         isinstance(part, str) or type(part) is int for part in value
     ):
-        raise RequestError(f"{name} must be a text, or a list of token ids and texts.", "prompt")
+        raise RequestError(f"{name} must be a text, or a list of token ids and texts.", field)
     if sum(isinstance(part, str) for part in value) > _MOST_TEXTS:
         raise RequestError(
             f"{name} must have at most {_MOST_TEXTS} texts among its token ids: join them.",
-            "prompt",
+            field,
         )
     return value
 
@@ -204,7 +225,7 @@ class LlamaTokenizeBody(TokenizeBody):
 
     model_config = examples({"content": "Once upon a time"}, {"prompt": "Once upon a time"})
 
-    content: Annotated[Any, SkipValidation, WithJsonSchema(_PROMPT)] = None
+    content: Annotated[Any, SkipValidation, WithJsonSchema(PROMPT)] = None
     """The text, or a list of texts and token ids."""
     add_special: bool = False
     """The tokenizer's special tokens are added."""

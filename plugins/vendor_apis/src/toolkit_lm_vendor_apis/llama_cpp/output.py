@@ -62,6 +62,8 @@ class Answers:
         async for pieces in self._generation.pieces():
             events = []
             for piece in pieces:
+                if self._body.return_progress and piece.index not in texts:
+                    events.append(self._progress(piece))
                 texts[piece.index] = texts.get(piece.index, "") + piece.text
                 if piece.text or piece.logprobs:
                     events.append(self._part(piece))
@@ -70,15 +72,35 @@ class Answers:
                     events.append(self._picked(ended))
             yield events
 
+    def _progress(self, piece: ChoicePiece) -> dict[str, Any]:
+        """The event that tells of the prompt, which has been read by the first token."""
+        prompt = self._generation.prompt(piece.index)
+        return {
+            "index": piece.index,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "prompt_progress": {
+                "total": prompt.num_prompt_tokens,
+                "cache": prompt.num_cached_tokens,
+                "processed": prompt.num_prompt_tokens,
+                "time_ms": timings_of([prompt], 0)["prompt_ms"],
+            },
+        }
+
     def _part(self, piece: ChoicePiece) -> dict[str, Any]:
+        prompt = self._generation.prompt(piece.index)
+        predicted = piece.token_offset + len(piece.token_ids)
+        timings = {"timings": timings_of([prompt], predicted)}
         return {
             "index": piece.index,
             "content": piece.text,
             "tokens": piece.token_ids,
             "stop": False,
             "id_slot": -1,
-            "tokens_predicted": piece.token_offset + len(piece.token_ids),
-            "tokens_evaluated": self._generation.prompt(piece.index).num_prompt_tokens,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": prompt.num_prompt_tokens,
+            **(timings if self._body.timings_per_token else {}),
             **self._probabilities(piece.token_ids, piece.logprobs),
         }
 

@@ -9,7 +9,9 @@ from fastapi import APIRouter
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.errors import described
 from toolkit_lm_server.plugin_routes import OpenAIApi
+from toolkit_lm_server.pooled_schemas import Ranking
 from toolkit_lm_server.protocol import body_of
+from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.route import with_body
 
 from toolkit_lm_vendor_apis.llama_cpp.about import About
@@ -24,8 +26,10 @@ from toolkit_lm_vendor_apis.llama_cpp.schemas import (
     LlamaTemplate,
     LlamaText,
     LlamaTokens,
+    LlamaVectors,
 )
 from toolkit_lm_vendor_apis.llama_cpp.tokens import LlamaTokenizer
+from toolkit_lm_vendor_apis.llama_cpp.vectors import Vectors
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 
@@ -38,6 +42,8 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     completing = Completing(api, body)
     about = About(api, body)
     tokenizer = LlamaTokenizer(api.engines)
+    vectors = Vectors(api)
+    ranks = Reranking(api.engines, api.options)
     kind = route_kind(router, LlamaError, refusal)
     shared = route_kind(router, LlamaError, refusal, replaces=True)
     limits = described(404, 429, 504, kind=LlamaError)
@@ -45,6 +51,14 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     completion = streams(LlamaAnswers, LlamaAnswer, LlamaError)
     routes: list[tuple[str, str, Callable[..., Any], dict[int | str, Any], type]] = [
         ("POST", "/completion", with_body(completing.complete, body), completion | limits, kind),
+        *(
+            ("POST", path, vectors.embed, answers(LlamaVectors) | limits, kind)
+            for path in ("/embedding", "/embeddings")
+        ),
+        *(
+            ("POST", path, ranks.rerank, answers(Ranking) | limits, kind)
+            for path in ("/reranking", "/v1/reranking")
+        ),
         ("POST", "/apply-template", tokenizer.apply_template, answers(LlamaTemplate), kind),
         ("POST", "/tokenize", tokenizer.tokenize, answers(LlamaTokens), shared),
         ("POST", "/detokenize", tokenizer.detokenize, answers(LlamaText), shared),

@@ -20,6 +20,19 @@ class LlamaProbabilities(LlamaProbability):
     top_logprobs: list[LlamaProbability]
 
 
+class LlamaProgress(Described):
+    """How far a prompt is read."""
+
+    total: int
+    """Tokens of the prompt."""
+    cache: int
+    """Tokens that the prefix cache had."""
+    processed: int
+    """Tokens that are read, those of the cache among them."""
+    time_ms: float
+    """Milliseconds from the arrival of the request."""
+
+
 class LlamaAnswer(Described):
     """The answer to one prompt, or an event of a stream. Events before a prompt's last have few
     fields. With `response_fields`, an answer has these alone."""
@@ -51,6 +64,7 @@ class LlamaAnswer(Described):
     """Tokens of the prompt that the prefix cache had."""
     timings: Timings | None = None
     completion_probabilities: list[LlamaProbabilities] | None = None
+    prompt_progress: LlamaProgress | None = None
 
 
 class LlamaAnswers(RootModel[LlamaAnswer | list[LlamaAnswer]]):
@@ -74,6 +88,17 @@ class LlamaTokens(Described):
     """Number of tokens, in answers to vLLM's bodies, as are the next two."""
     max_model_len: int | None = None
     token_strs: list[str] | None = None
+
+
+class LlamaVector(Described):
+    index: int
+    """The number of the prompt."""
+    embedding: list[list[float]]
+    """The prompt's vector, in a list of its own."""
+
+
+class LlamaVectors(RootModel[list[LlamaVector]]):
+    """A vector of each prompt."""
 
 
 class LlamaText(Described):

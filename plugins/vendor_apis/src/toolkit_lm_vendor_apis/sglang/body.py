@@ -107,12 +107,6 @@ class SglangGenerateBody(EngineBody):
             found = _same(found, "token_ids_logprob")
         return found or None
 
-    def id_of(self, prompt: int, default: str) -> str:
-        """The id of a prompt's request."""
-        if isinstance(self.rid, list):
-            return self.rid[prompt] if prompt < len(self.rid) else default
-        return self.rid or default
-
     def completion(self) -> dict[str, Any]:
         """The fields of a plain completion. Raises RequestError and ApiError."""
         if (self.text is None) == (self.input_ids is None):
@@ -150,14 +144,33 @@ class SglangGenerateBody(EngineBody):
         for theirs, ours in (("max_new_tokens", "max_tokens"), ("min_new_tokens", "min_tokens")):
             if theirs in fields:
                 fields[ours] = fields.pop(theirs)
-        if isinstance(schema := fields.get("json_schema"), str):
-            try:
-                fields["json_schema"] = json.loads(schema)
-            except (ValueError, RecursionError):
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(text := fields.get(name), str):
+                fields[name] = _read(text, name)
+        if isinstance(tag := fields.pop("structural_tag", None), dict):
+            if "response_format" in fields:
                 raise RequestError(
-                    "json_schema must be a JSON schema, as a text.", "json_schema"
-                ) from None
+                    "give either structural_tag or response_format, not both.", "structural_tag"
+                )
+            fields["response_format"] = {**tag, "type": "structural_tag"}
+        elif tag is not None:
+            raise RequestError("structural_tag must be an object, as a text.", "structural_tag")
         return fields
+
+
+def _read(text: str, name: str) -> Any:
+    """The JSON in a sampling parameter's text. Raises RequestError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{name} must be JSON, as a text.", name) from None
+
+
+def id_of(rid: str | list[str] | None, prompt: int, default: str) -> str:
+    """The id of a prompt's request. `rid`: the body's."""
+    if isinstance(rid, list):
+        return rid[prompt] if prompt < len(rid) else default
+    return rid or default
 
 
 def _same(value: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit_lm_server.generation import ChoicePiece, Generation
 
-from toolkit_lm_vendor_apis.sglang.body import SglangGenerateBody
+from toolkit_lm_vendor_apis.sglang.body import SglangGenerateBody, id_of
 
 if TYPE_CHECKING:
     from toolkit_lm.outputs import Logprob
@@ -70,7 +70,7 @@ class Answers:
         prompt = self.generation.prompt(piece.index)
         number = piece.index // self._n
         info = {
-            "id": self._body.id_of(number, f"{self.generation.id}-{piece.index}"),
+            "id": id_of(self._body.rid, number, f"{self.generation.id}-{piece.index}"),
             "finish_reason": _reason(piece, so_far.token_ids),
             "prompt_tokens": prompt.num_prompt_tokens,
             **weights_of(piece),

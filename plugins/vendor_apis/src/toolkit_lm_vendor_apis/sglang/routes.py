@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from toolkit_lm import __version__
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import encoded
 from toolkit_lm_server.errors import as_api_error, described, renamed, validated
@@ -17,8 +18,15 @@ from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.sglang.body import NAMES, SglangGenerateBody
+from toolkit_lm_vendor_apis.sglang.encoding import Encoding
 from toolkit_lm_vendor_apis.sglang.output import Answers
-from toolkit_lm_vendor_apis.sglang.schemas import SglangAnswer, SglangAnswers, SglangModel
+from toolkit_lm_vendor_apis.sglang.schemas import (
+    SglangAnswer,
+    SglangAnswers,
+    SglangEncodings,
+    SglangModel,
+    SglangServer,
+)
 
 
 class Sglang:
@@ -69,6 +77,23 @@ class Sglang:
             "architectures": list(config.hf_config.get("architectures") or ()),
         }
 
+    async def server_info(self) -> dict[str, Any]:
+        """The server's limits, without its other options."""
+        engine = self._api.engines[None]
+        config = engine.config
+        return {
+            "model_path": config.model.model,
+            "tokenizer_path": config.renderer.tokenizer or config.model.model,
+            "served_model_name": engine.served_model_name,
+            "context_length": config.max_model_len,
+            "dtype": config.model.dtype,
+            "tp_size": config.parallel.tensor_parallel_size,
+            "dp_size": config.parallel.data_parallel_size,
+            "max_running_requests": config.scheduler.max_num_seqs,
+            "is_embedding": "generate" not in engine.tasks,
+            "version": __version__,
+        }
+
     async def health_generate(self, request: Request) -> Response:
         """Draws a token: 200 where the engine answers."""
         if "generate" in self._api.engines[None].tasks:
@@ -95,6 +120,19 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
         methods=["POST"],
         response_model=None,
         responses=streams(SglangAnswers, SglangAnswer) | described(404, 429, 504),
+    )
+    router.add_api_route(
+        "/encode",
+        Encoding(api).encode,
+        methods=["POST"],
+        response_model=None,
+        responses=answers(SglangEncodings) | described(404, 429, 504),
+    )
+    router.add_api_route(
+        "/get_server_info",
+        sglang.server_info,
+        response_model=None,
+        responses=answers(SglangServer),
     )
     for path in ("/get_model_info", "/model_info"):
         router.add_api_route(

@@ -17,7 +17,7 @@ class SglangMeta(Described):
     weight_version: str | None = None
     """The version of the weights that drew the last token of an ended answer; "default": those of
     the checkpoint."""
-    completion_tokens: int
+    completion_tokens: int | None = None
     cached_tokens: int
     """Tokens of the prompt that the prefix cache had."""
     e2e_latency: float
@@ -63,3 +63,37 @@ class SglangModel(Described):
     has_audio_understanding: bool
     model_type: str
     architectures: list[str]
+
+
+class SglangEncoded(Described):
+    """A prompt's vector."""
+
+    embedding: list[float]
+    meta_info: SglangMeta
+
+
+class SglangEncodings(RootModel[SglangEncoded | list[SglangEncoded]]):
+    """The vector of one prompt, or those of a list of them."""
+
+
+class SglangServer(Described):
+    """The served model, and the server's limits."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    context_length: int
+    """Most tokens of a prompt with its answer."""
+    dtype: str
+    tp_size: int
+    """Number of tensor-parallel ranks."""
+    dp_size: int
+    """Number of data-parallel engines."""
+    max_running_requests: int
+    """Sequences that run at a time."""
+    is_embedding: bool
+    """Whether the model generates nothing."""
+    version: str
+    """The version of toolkit-lm."""

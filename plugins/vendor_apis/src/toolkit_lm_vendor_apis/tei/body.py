@@ -10,8 +10,8 @@ from toolkit_lm.prompts import Prompt
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.fields import Items
 from toolkit_lm_server.pooling_protocol import AnyInput, RerankBody, read_inputs
-from toolkit_lm_server.protocol import EngineBody, examples
-from toolkit_lm_server.request_fields import POOLING
+from toolkit_lm_server.protocol import Body, EngineBody, examples
+from toolkit_lm_server.request_fields import POOLING, TOKENS
 from toolkit_lm_server.schema_texts import Described
 
 Direction = Literal["Left", "Right", "left", "right"]
@@ -28,6 +28,17 @@ _PREDICT = {
                     {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
                 ]
             },
+        },
+    ]
+}
+
+
+_IDS = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         },
     ]
 }
@@ -110,6 +121,34 @@ class PredictBody(TeiBody):
                     "inputs must be a text, a pair of texts, or a list of lists with one or two "
                     "texts.",
                     "inputs",
+                )
+        return found
+
+
+class DecodeBody(Body):
+    """The body of POST /decode."""
+
+    verdicts = TOKENS
+    model_config = examples({"ids": [5, 6, 7]}, {"ids": [[5, 6], [7]]})
+
+    ids: Annotated[Any, SkipValidation, WithJsonSchema(_IDS)]
+    """Token ids, or a list of lists with token ids."""
+    skip_special_tokens: bool = True
+    """Special tokens are left out of texts."""
+
+    def lists(self, most: int) -> list[list[int]]:
+        """The token ids, list by list. Raises RequestError, and ApiError (413) for more than `most`
+        lists."""
+        if not isinstance(self.ids, list) or not self.ids:
+            raise RequestError("ids must be a list of token ids, or a list of such lists.", "ids")
+        is_several = any(isinstance(ids, list) for ids in self.ids)
+        found = self.ids if is_several else [self.ids]
+        if is_several:
+            check_size(found, most, "ids")
+        for ids in found:
+            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                raise RequestError(
+                    "ids must be a list of token ids, or a list of such lists.", "ids"
                 )
         return found
 
@@ -214,10 +253,10 @@ def most_tokens(truncate: bool | None, direction: str | None, max_model_len: int
     return max_model_len if truncate else None
 
 
-def check_size(values: Any, most: int) -> None:
+def check_size(values: Any, most: int, param: str = "inputs") -> None:
     """Raises ApiError (413) for a list of more than `most` inputs."""
     if not isinstance(values, list) or len(values) <= most:
         return
     if not all(type(value) is int for value in values):
         message = f"batch size {len(values)} > maximum allowed batch size {most} (max_inputs)"
-        raise ApiError(413, message, param="inputs")
+        raise ApiError(413, message, param=param)

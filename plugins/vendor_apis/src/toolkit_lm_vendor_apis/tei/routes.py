@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from toolkit_lm import __version__
 from toolkit_lm.errors import RequestError
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing import check_token_ids
 from toolkit_lm_server.answer_schemas import answers
 from toolkit_lm_server.answers import encoded
 from toolkit_lm_server.errors import ApiError, as_api_error, described, renamed, validated
@@ -25,6 +26,7 @@ from toolkit_lm_vendor_apis.tei import schemas
 from toolkit_lm_vendor_apis.tei.body import (
     NAMES,
     Comparing,
+    DecodeBody,
     InputsBody,
     PredictBody,
     SimilarityBody,
@@ -128,7 +130,12 @@ class Tei:
         fields |= {"use_activation": False} if body.raw_scores else {}
         sides: dict[str, str | list[str]] = {"query": body.query, "texts": texts}
         whole = validated(RerankBody, fields)
-        scores, _ = await self._reranking.scored(engine, whole, request, sides)
+        try:
+            scores, _ = await self._reranking.scored(engine, whole, request, sides)
+        except ApiError as error:
+            if error.body["error"]["param"] != "task":
+                raise
+            raise ApiError(424, error.body["error"]["message"] or "") from None
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         return await _listed(
             lambda: [
@@ -155,6 +162,17 @@ class Tei:
         outputs = await self._pool(whole, request, PoolingParams(task="embed", normalize=True))
         first, *others = map(_array, outputs)
         return await _listed(lambda: [float(np.dot(first, other)) for other in others])
+
+    async def decode(self, body: DecodeBody) -> Response:
+        """The text of each list of token ids."""
+        renderer = self._api.engines[body.model].renderer
+        lists = body.lists(self._most)
+        for ids in lists:
+            check_token_ids(ids, renderer.vocab_size, "ids")
+        skip = body.skip_special_tokens
+        return await _listed(
+            lambda: [renderer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        )
 
     async def info(self) -> dict[str, Any]:
         """Properties of the model, and the server's limits."""
@@ -253,6 +271,7 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
         ("/predict", tei.predict, schemas.TeiLabels, kind),
         ("/rerank", tei.rerank, schemas.TeiRanks, shared),
         ("/similarity", tei.similarity, schemas.TeiSimilarities, kind),
+        ("/decode", tei.decode, schemas.TeiTexts, kind),
     ]
     for path, handler, made, route in posts:
         router.add_api_route(

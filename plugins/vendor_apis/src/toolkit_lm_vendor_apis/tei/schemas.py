@@ -48,6 +48,10 @@ class TeiSimilarities(RootModel[list[float]]):
     """The cosine of each text with the first."""
 
 
+class TeiTexts(RootModel[list[str]]):
+    """The text of each list of token ids."""
+
+
 class TeiInfo(Described):
     """The served model, and the server's limits."""
 
