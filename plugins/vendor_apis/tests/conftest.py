@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from documented_requests import classifier
 from fastapi import FastAPI
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 
 SMALL = {
@@ -28,16 +31,36 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+class Engines(dict[str, AsyncLLM]):
+    """Small engines by name. Each is made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: where checkpoints are written."""
+        self._folder = folder
+
+    def __missing__(self, name: str) -> AsyncLLM:
+        self[name] = AsyncLLM(VllmConfig.make(**self._options(name), **SMALL))
+        return self[name]
+
+    def _options(self, name: str) -> dict[str, Any]:
+        if name == "generate":
+            return {"model": "tiny", "served_model_name": ["tiny", "small"]}
+        if name == "embed":
+            return {"model": "tiny", "convert": "embed"}
+        folder = self._folder / name
+        folder.mkdir()
+        return {
+            "model": classifier(folder, {"rank": 1, "classify": 3}[name]),
+            "load_format": "dummy",
+        }
+
+
 @pytest.fixture(scope="session")
-def engines() -> Iterator[dict[str, AsyncLLM]]:
-    both = {
-        "generate": AsyncLLM(
-            VllmConfig.make(model="tiny", served_model_name=["tiny", "small"], **SMALL)
-        ),
-        "embed": AsyncLLM(VllmConfig.make(model="tiny", convert="embed", **SMALL)),
-    }
-    yield both
-    for engine in both.values():
+def engines(tmp_path_factory) -> Iterator[Engines]:
+    """Engines: "generate", "embed", "classify" and "rank"."""
+    made = Engines(tmp_path_factory.mktemp("checkpoints"))
+    yield made
+    for engine in made.values():
         engine.close()
 
 
@@ -48,7 +71,7 @@ def apps(engines) -> Callable[..., FastAPI]:
 
     @functools.cache
     def app(name: str, **options: Any) -> FastAPI:
-        return create_app(engines[name], ServerOptions(**options))
+        return create_app(engines[name], ServerOptions(**options), metrics=Metrics())
 
     return app
 

@@ -3,16 +3,13 @@ models."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-import toolkit_lm_tiny
+from documented_requests import LABELS, classifier
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
@@ -26,7 +23,6 @@ SMALL = {
     "max_model_len": 64,
     "engine_process": False,
 }
-LABELS = {"0": "angry", "1": "calm", "2": "glad"}
 LONG = "word " * 200
 TEXTS = ["Paris is in France", "a cat", "The capital of France is Paris"]
 
@@ -36,15 +32,7 @@ def models(tmp_path_factory) -> Iterator[dict[str, AsyncLLM]]:
     """Engines of small models: vectors, labels, and ranks."""
 
     def folder(name: str, num_labels: int) -> str:
-        made = tmp_path_factory.mktemp(name)
-        tiny = Path(toolkit_lm_tiny.__file__).parent / "checkpoint"
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(tiny / file, made)
-        config = json.loads((tiny / "config.json").read_text())
-        config["architectures"] = ["LlamaForSequenceClassification"]
-        config["id2label"] = {key: LABELS[key] for key in list(LABELS)[:num_labels]}
-        (made / "config.json").write_text(json.dumps(config))
-        return str(made)
+        return classifier(tmp_path_factory.mktemp(name), num_labels)
 
     made = {
         "embed": AsyncLLM(VllmConfig.make(model="tiny", convert="embed", matryoshka=True, **SMALL)),
