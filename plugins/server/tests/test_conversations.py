@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from toolkit_lm_server.app import create_app
@@ -130,6 +132,66 @@ async def test_what_is_refused(engine, keeping, client, client_of):
     assert (error["param"], error["code"]) == ("conversation", "unsupported_parameter")
     missing = await client.post(PATH, json={})
     assert missing.status_code == 404 and "max_stored_responses" in missing.text
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "background"])
+async def test_two_responses_at_once_cannot_both_add_an_item_of_one_id(keeping, how):
+    async with keeping as client:
+        made = (await client.post(PATH, json={"items": [HI]})).json()
+
+        async def ask(text: str) -> dict:
+            item = {"role": "user", "content": text, "id": "msg_mine"}
+            sent = {"input": [item], "conversation": made["id"], "max_output_tokens": 1}
+            sent |= {"stream": how == "stream", "background": how == "background"}
+            reply = await client.post("/v1/responses", json=sent)
+            if how == "stream":
+                return json.loads(reply.text.rstrip().split("data: ")[-1])["response"]
+            found = reply.json()
+            if how == "background":
+                path = f"/v1/responses/{found['id']}"
+                await client.get(f"{path}?stream=true")
+                return (await client.get(path)).json()
+            return found
+
+        both = await asyncio.gather(ask("so"), ask("then"))
+        [failed] = [one for one in both if one["error"]]
+        [ended] = [one for one in both if not one["error"]]
+        assert "msg_mine" in failed["error"]["message"]
+        items = (await client.get(f"{PATH}/{made['id']}/items?order=asc")).json()["data"]
+        assert [item["role"] for item in items] == ["user", "user", "assistant"]
+        assert items[2]["id"] == ended["output"][0]["id"]
+        failures = await client.get(f"/v1/responses/{failed.get('id', 'none')}")
+        assert (failures.status_code == 200) == (how == "background")
+
+
+def test_responses_of_many_threads_are_added_whole():
+    store = ConversationStore(1)
+    made = store.create([], {}, "bob")
+
+    def extend(number: int) -> None:
+        store.extend(made.id, "bob", [item(f"in{number}")], [item(f"out{number}")])
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(extend, range(200)))
+    names = [*store.get(made.id, "bob").items]
+    assert len(names) == 400
+    assert all(
+        (first.replace("in", "out") == second) and first.startswith("in")
+        for first, second in zip(names[::2], names[1::2], strict=True)
+    )
+
+
+def test_a_response_takes_no_room_that_another_has_taken():
+    store = ConversationStore(1)
+    made = store.create([item(f"{number}") for number in range(MOST_ITEMS - 1)], {}, "bob")
+    found = store.get(made.id, "bob")
+    for name in ("mine", "yours"):
+        found.check_room([item(name)], "input")
+    store.extend(made.id, "bob", [item("mine")], [item("answer")])
+    with pytest.raises(ApiError, match="at most"):
+        store.extend(made.id, "bob", [item("yours")], [item("other")])
+    full = store.get(made.id, "bob")
+    assert len(full.items) == MOST_ITEMS + 1 and "other" not in full.items
 
 
 async def test_a_failed_response_adds_nothing(engine, keeping):

@@ -112,7 +112,7 @@ class McpMaking(Making):
             async for events in found:
                 for event in events:
                     if event["type"] in ("response.completed", "response.incomplete"):
-                        self.keep(event["response"])
+                        self.keep_last(event)
                 yield [
                     {**event, "sequence_number": number + place}
                     for place, event in enumerate(events)

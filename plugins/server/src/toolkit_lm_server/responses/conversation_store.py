@@ -117,10 +117,24 @@ class ConversationStore:
         if self._kept.change(name, owner, added) is None:
             raise unknown(name, "conversation_id")
 
-    def extend(self, name: str, owner: str, items: Sequence[dict[str, Any]]) -> None:
-        """Adds the items of a response, for which there was room when it began. The conversation
-        may be gone."""
-        self._kept.change(name, owner, lambda kept: kept.with_items(items))
+    def extend(
+        self,
+        name: str,
+        owner: str,
+        items: Sequence[dict[str, Any]],
+        output: Sequence[dict[str, Any]],
+    ) -> None:
+        """Adds a response, its input and its output, in one step. The conversation may be gone.
+        `items`: its input, for which there was room when the response began.
+
+        Raises ApiError (400), and adds nothing, where another response has taken that room or the
+        id of an item since."""
+
+        def extended(conversation: Conversation) -> Conversation:
+            conversation.check_room(items, "input")
+            return conversation.with_items([*items, *output])
+
+        self._kept.change(name, owner, extended)
 
     def remove_item(self, name: str, item: str, owner: str) -> Conversation:
         """Forgets an item. Raises ApiError (404)."""

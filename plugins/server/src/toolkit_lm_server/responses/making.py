@@ -11,13 +11,14 @@ from fastapi import Response
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.chat import Chat, ChatAnswer
-from toolkit_lm_server.errors import as_api_error, renamed
+from toolkit_lm_server.errors import ApiError, as_api_error, renamed
 from toolkit_lm_server.generation import ChoicePiece, are_large
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
 from toolkit_lm_server.responses.output import Output
 
 Keep = Callable[[dict[str, Any]], None]
-"""Keeps a response as it is now, where any is kept."""
+"""Keeps a response as it is now, where any is kept. Raises ApiError where its conversation has no
+more room for it."""
 
 
 class Dialogue(NamedTuple):
@@ -60,14 +61,24 @@ class Making:
             raise renamed(as_api_error(error), NAMES) from error
 
     async def events(self, reply: ChatAnswer) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The events of a stream. The response is kept at its end."""
+        """The events of a stream. The response is kept at its end, which is a failure where it
+        cannot be."""
         self.output.answer = reply
         async with aclosing(self.output.events()) as found:
             async for events in found:
                 for event in events:
                     if event["type"] in ("response.completed", "response.incomplete"):
-                        self.keep(event["response"])
+                        self.keep_last(event)
                 yield events
+
+    def keep_last(self, event: dict[str, Any]) -> None:
+        """Keeps the response of a stream's last event. It becomes a failure where the response
+        cannot be kept."""
+        try:
+            self.keep(event["response"])
+        except ApiError as error:
+            event["type"] = "response.failed"
+            event["response"] = self.output.failed(error)
 
     async def whole(self) -> Response:
         """The answer with the whole response. Raises ApiError."""

@@ -87,12 +87,11 @@ class Responses:
         output = Output(body, body.model or self._engines[None].served_model_name, is_kept=keeps)
 
         def keep(response: dict[str, Any]) -> None:
+            # First, because it may fail.
+            if body.conversation_id is not None and response["status"] in _ENDED:
+                self._conversations.extend(body.conversation_id, owner, items, response["output"])
             if keeps and (body.background or response["status"] != "failed"):
                 self._store.add(response, turns, owner)
-            if body.conversation_id is not None and response["status"] in _ENDED:
-                self._conversations.extend(
-                    body.conversation_id, owner, [*items, *response["output"]]
-                )
 
         making = kind(self._chat, body, dialogue, request_context(request), output, keep)
         if body.background:
