@@ -39,6 +39,7 @@ SHIPPED = [
     "flex",
     "gguf",
     "hybrid",
+    "kserve",
     "kv_events",
     "llama_cpp",
     "llguidance",

@@ -73,6 +73,9 @@ POOLED = {
     "/predict": {"inputs": "a"},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
     "/encode": {"text": "a"},
+    "/v2/models/{name:path}/infer": {
+        "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}]
+    },
     "/embedding": {"content": "a"},
     "/embeddings": {"content": "a"},
     "/reranking": {"query": "a", "documents": ["b"]},
@@ -104,6 +107,8 @@ OTHERS = {
             "/server_info",
             "/info",
             "/kv_event_sources",
+            *("/v2", "/v2/health/live", "/v2/health/ready"),
+            *("/v2/models/{name:path}", "/v2/models/{name:path}/ready"),
             ONE,
             f"{ONE}/input_items",
         )
@@ -244,7 +249,8 @@ class Server:
         work."""
         client = self.clients["pooling" if path in POOLED else "generate"]
         start = time.process_time()
-        response = client.request(method, path.replace("{model:path}", "no/such"), **sent)
+        path = path.replace("{model:path}", "no/such").replace("{name:path}", "tiny")
+        response = client.request(method, path, **sent)
         return response, time.process_time() - start
 
 
@@ -262,6 +268,8 @@ def check_error(path: str, body: dict, where: str) -> None:
         ), where
     elif path in TEI:
         assert set(body) == {"error", "error_type"}, where
+    elif path == "/v2" or path.startswith(("/v2/health", "/v2/models")):
+        assert set(body) == {"error"} and isinstance(body["error"], str), where
     elif path in LLAMA_CPP:
         assert set(body["error"]) == {"message", "type", "param", "code"}, where
         assert isinstance(body["error"]["code"], int), where
@@ -274,7 +282,7 @@ def made(**options) -> ServerOptions:
         admin_routes=True,
         tokenizer_info=True,
         max_stored_responses=4,
-        routes=(*SHIPPED, "llama_cpp", "moderations", "sglang", "tei", "vllm_names"),
+        routes=(*SHIPPED, "kserve", "llama_cpp", "moderations", "sglang", "tei", "vllm_names"),
         max_body_size="2MiB",
         **{"strict_fields": True, **options},
     )
@@ -434,7 +442,8 @@ def test_fields_that_are_ignored(lenient, attack):
 def test_wrong_types(server, path):
     """Each field in the API's description is given wrong types."""
     schema = server.app(path).openapi()
-    body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described_path = schema["paths"][path.replace(":path", "")]
+    body = described_path["post"]["requestBody"]["content"]["application/json"]["schema"]
     if "$ref" not in body:
         # Any mapping: another route reads it.
         assert path == "/invocations"

@@ -59,6 +59,7 @@ EMBEDS = (
     "/embeddings",
     "/reranking",
     "/v1/reranking",
+    "/v2/models/{name}/infer",
 )
 CLASSIFIES = ("/classify", "/predict", "/v1/moderations")
 ENGINES = ("generate", "embed", "classify", "render")
@@ -86,10 +87,14 @@ NO_SUCCESS = (
     "POST /update_weights",
     "POST /finish_weight_update",
     "POST /collective_rpc",
+    "GET /v2/models/{name}",
+    "GET /v2/models/{name}/ready",
+    "POST /v2/models/{name}/infer",
 )
 """The model's tokenizer has no tokens for filling in; a body is that of one of several routes,
 which no schema says; no vectors here are sparse; two of llama.cpp's are refused whatever they say;
-there is no folder of weights, and no extension of workers."""
+there is no folder of weights, and no extension of workers; no schema says the names of models in
+paths."""
 HALTS = ("/pause", "/sleep")
 """Routes after which the engine answers nobody until another request."""
 SECOND_NAMES = ("/v1/score", "/v1/rerank", "/embeddings", "/v1/reranking")
