@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -65,7 +64,6 @@ class FakeEngine:
         self.served_model_name = self.config.served_model_name
         self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
-        self.processor = SimpleNamespace(tasks=(), parts=SimpleNamespace(by_name={}))
         self.error = None
         self.status = "ready"
         self.reason = ""

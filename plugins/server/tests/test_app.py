@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import msgspec
@@ -610,6 +611,7 @@ class Processors:
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (COMPLETE, {"prompt": "a"})])
 async def test_parameters_of_logits_processors_are_fields(make_engine, client_of, path, body):
     engine = make_engine([Processors(LoudParams)])
+    engine.processor = SimpleNamespace(parts=SimpleNamespace(by_name={}))
     client = client_of(create_app(engine))
     given = {"loud_times": 3, "loud_words": ["a", 5], "loud_table": {"a": 1}}
     assert (await client.post(path, json={**body, **given})).status_code == 200
