@@ -281,9 +281,13 @@ class Hearing(ImageText):
         self.note = self.missing = ""
         self.encodes = model.config.is_encoder_decoder
         self.token = audio.audio_token(model) or FIRST_SPECIAL
-        first = audio.sound(model)
-        count = len(first["input_ids"]) if "input_ids" in first else None
-        self.pictures = [first, audio.sound(model, 1, count)]
+        try:
+            first = audio.sound(model)
+            count = len(first["input_ids"]) if "input_ids" in first else None
+            self.pictures = [first, audio.sound(model, 1, count)]
+        except ValueError as error:
+            # The engine may refuse it, whatever it hears.
+            self.missing = brief(error)
         extractor = {"feature_size": audio.MELS, "chunk_length": audio.FRAMES // 100}
         (folder / "preprocessor_config.json").write_text(json.dumps(extractor), encoding="utf-8")
         return model

@@ -38,6 +38,7 @@ SIZES: dict[str, Any] = {
 _STACKED = {"intermediate_size": 128, "encoder_ffn_dim": 128}
 """Four states in a row."""
 _TOKEN = {"audio_token_id": 112}
+_CODEC = {"num_filters": 4, "downsampling_ratios": [4, 5], "depths": [1, 1, 1], "hidden_size": 8}
 DEEP: dict[str, dict[str, Any]] = {
     "dia_decoder": {
         **dict.fromkeys(("cross_num_attention_heads", "cross_num_key_value_heads"), 4),
@@ -45,6 +46,11 @@ DEEP: dict[str, dict[str, Any]] = {
         "cross_hidden_size": 32,
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "fun_asr_nano_encoder": {
+        "num_mel_bins": MELS,
+        "num_stacked_frames": 4,
+        "num_timestamp_prediction_layers": 1,
+    },
     "glmasr_encoder": _STACKED,
     "granite_speech5_encoder": {"num_key_value_heads": 4},
     **{name: {"downsample_rate": 4} for name in ("granite_speech", "granite_speech_plus")},
@@ -59,6 +65,9 @@ DEEP: dict[str, dict[str, Any]] = {
     },
     "speech-encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
     "encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "vibevoice_acoustic_tokenizer": _CODEC,
+    "vibevoice_acoustic_tokenizer_encoder": _CODEC,
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 1280},
     "voxtral": _TOKEN,
     "voxtral_encoder": _STACKED,
     "voxtral_realtime": _TOKEN,
@@ -101,6 +110,10 @@ def sounds(seed: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {**given, "input_features_mask": whole.bool()}
         yield {**given, "feature_attention_mask": whole}
         yield given
+    yield {
+        "input_features": stacked[:, : FRAMES // 4],
+        "input_features_mask": whole[:, : FRAMES // 4],
+    }
     heard = torch.ones(1, SAMPLES, dtype=torch.long)
     yield {"input_values": drawn(1, SAMPLES), "attention_mask": heard}
     yield {"input_values": drawn(1, SAMPLES)}
@@ -139,7 +152,7 @@ def logits(
 ) -> torch.Tensor:
     """[T, V] by transformers alone: of tokens [T] that have these recordings, of a decoder's
     tokens, or of frames."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: torch.cat([each[name] for each in given])
         for name in sorted({name for each in given for name in each} - {"input_ids"})
     }
@@ -147,6 +160,9 @@ def logits(
         arrays = {"decoder_input_ids": tokens[None], "use_cache": False, **arrays}
     elif audio_token(model) is not None:
         arrays = {"input_ids": tokens[None], "use_cache": False, **arrays}
+    if "sample" in image_text.accepted(model):
+        # Otherwise it adds noise to what it hears.
+        arrays["sample"] = False
     found: torch.Tensor = model(**arrays).logits
     return found[0].float()
 

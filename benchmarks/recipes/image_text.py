@@ -108,6 +108,8 @@ DEEP: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "inkling2_vision": {"projection_hidden_dim": 32},
+    # One layer for each factor of a patch's sides and frames, so that no layers are to be matched.
+    "inkling_vision": {"num_hidden_layers": 4, "patch_size": 4},
     "janus_vqgan": {
         "base_channels": 32,
         "latent_channels": 32,
@@ -288,6 +290,17 @@ def pictures(model: Any, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
     yield {"pixel_values": square, "image_grid_thw": grid}
     yield {"pixel_values": drawn(4, 2 * patch, 2 * patch, channels), "image_grid_thw": grid}
     yield {"pixel_values": square, "target_sizes": grid[:, 1:]}
+    yield {
+        "pixel_values": drawn(16, 2 * patch, 2 * patch, channels),
+        "image_grid_thw": grid,
+    }
+    yield {"pixel_values": drawn(4, frames, patch, patch, channels)}
+    squares = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    yield {
+        "pixel_values": drawn(1, 16, channels * patch * patch),
+        "image_token_pooling": squares,
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+    }
 
 
 def _number(config: Any, name: str, default: int) -> int:
@@ -356,9 +369,11 @@ def logits(
         }
         for name in sorted({*given[0]} - {"input_ids"}):
             is_packed = name == "pixel_values" and "target_sizes" in given[0]
-            arguments[name] = torch.cat(
-                [arrays[name] for arrays in given], dim=-1 if is_packed else 0
-            )
+            arrays = [each[name] for each in given]
+            if name == "image_token_pooling":
+                # Numbers of patches, which go on from picture to picture.
+                arrays = [array + 16 * index for index, array in enumerate(arrays)]
+            arguments[name] = torch.cat(arrays, dim=-1 if is_packed else 0)
     found: torch.Tensor = model(
         input_ids=tokens[None], use_cache=False, **arguments, **others
     ).logits
@@ -367,7 +382,7 @@ def logits(
 
 def image_token(config: Mapping[str, Any]) -> int:
     """The token whose embeddings a picture replaces."""
-    for name in ("image_token_id", "image_token_index"):
+    for name in ("image_token_id", "image_token_index", "image_patch_id"):
         if type(config.get(name)) is int:
             return int(config[name])
     raise ValueError("its config names no token of pictures")

@@ -111,8 +111,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "dots3_note_text": {"num_key_value_heads": 4, "q_lora_rank": 8, "index_topk": 8},
-    "dots3_note_vision": {
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "index_topk": 8,
+        # With few heads, scores of keys are often 0, and which of them are taken is by chance.
+        "index_n_heads": 16,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank"), 8),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
+        **dict.fromkeys(("head_dim", "swa_head_dim"), 16),
+        "shared_experts_intermediate_size": 16,
+    },
+    "dots3_note_vision_encoder": {
         "pyramid_num_routed": [-1, 4, 4, 4],
         "adapter_in_dim": 32,
         "adapter_out_dim": 32,

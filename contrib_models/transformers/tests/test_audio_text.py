@@ -14,6 +14,7 @@ from toolkit_lm.errors import ToolkitError
 from toolkit_lm_devkit import assert_same_logits
 from toolkit_lm_devkit.generation import logprobs_of
 from toolkit_lm_transformers.image_text import TransformersForAudioText
+from toolkit_lm_transformers.pooling import TransformersForPooling
 
 NAME = "GlmAsrForConditionalGeneration"
 OPTIONS = {
@@ -68,6 +69,22 @@ def test_tokens_are_those_of_transformers(glm):
         assert_same_logits(logprobs_of(completion, VOCAB_SIZE), expected)
 
 
+def test_a_recording_is_heard_without_noise(tmp_path):
+    """VibeVoice-ASR would add noise to it by default, another one in each step."""
+    name = "VibeVoiceAsrForConditionalGeneration"
+    config = audio.tiny_config("vibevoice_asr")
+    model = save("vibevoice_asr", tmp_path, architecture=name, config=config)
+    sounds = [audio.sound(model)]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        outputs = llm.generate([prompt(model, sounds)] * 2, PARAMS, use_tqdm=False)
+    for output in outputs:
+        (completion,) = output.outputs
+        tokens = [*output.prompt_token_ids, *completion.token_ids]
+        expected = audio.logits(model, torch.tensor(tokens), sounds)
+        expected = torch.log_softmax(expected[len(output.prompt_token_ids) - 1 : -1], dim=-1)
+        assert_same_logits(logprobs_of(completion, VOCAB_SIZE), expected)
+
+
 def test_a_recording_without_its_tokens_is_refused(glm):
     model, folder, (a, _) = glm
     bad = {**a, "input_ids": torch.tensor([5, 6])}
@@ -91,6 +108,14 @@ def test_pictures_are_none_of_its_media(glm):
     [
         (TransformersForAudioText, "m2m_100", "M2M100ForConditionalGeneration", "an encoder-deco"),
         (TransformersForAudioText, "vibevoice", "VibeVoiceForConditionalGeneration", "diffusion"),
+        (TransformersForPooling, "vibevoice", "VibeVoiceForConditionalGeneration", "writes speech"),
+        (TransformersForPooling, "vits", "VitsModel", "writes speech"),
+        (
+            TransformersForAudioText,
+            "kyutai_speech_to_text",
+            "KyutaiSpeechToTextForConditionalGeneration",
+            "each token of its output hears",
+        ),
         (TransformersForAudioText, "llama", "LlamaForCausalLM", "is not a model of recordings"),
     ],
 )

@@ -20,9 +20,11 @@ from toolkit_lm_transformers.spec import PicturedSpec
 KINDS = {
     "aya_vision": "AyaVisionForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
+    "molmo2": "Molmo2ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
-"""Pictures of one size; tiles on a second axis; grids of patches with positions of their own."""
+"""Pictures of one size; tiles on a second axis; patches that are numbered through all pictures of a
+prompt; grids of patches with positions of their own."""
 TEXT = [5, 9, 31, 60, 7, 12, 80, 4, 44, 17, 23, 61]
 OPTIONS = {
     "model_impl": "transformers_image_text",

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _REFUSED = {
     "diffusion_gemma": "it writes blocks of tokens by diffusion",
+    "kyutai_speech_to_text": "each token of its output hears a part of the recording",
     "mllama": "its cross attention has a mask of tokens and tiles, which grows with the output",
     "paligemma": "its prompt attends to itself in both directions, chunks of it cannot",
     "vibevoice": "it writes speech by diffusion",

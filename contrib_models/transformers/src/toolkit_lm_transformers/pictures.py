@@ -30,6 +30,8 @@ _OF_TOKENS = {
 """Arguments [1, T] that mark the tokens of pictures."""
 _BY_PROMPT = ("idefics", "idefics2", "idefics3", "smolvlm")
 """Types whose arrays have the pictures of a prompt on their second axis."""
+_PATCH_NUMBERS = "image_token_pooling"
+"""Argument of Molmo2, by the patches of all pictures of a prompt."""
 _PACKED = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
 """Types whose pixels of all pictures are one row of patches."""
 
@@ -164,11 +166,14 @@ class SeeingDecoder(Decoder):
 
     def _arguments(
         self, pictures: Sequence[Picture], tokens: Tensor, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         names = {name for picture in pictures for name in picture.arrays}
-        found = {}
+        # Otherwise the model adds noise to what it hears, another one in each step.
+        found: dict[str, Any] = {"sample": False} if "sample" in self.reading.accepted else {}
         for name in sorted(names & self.reading.accepted):
             arrays = [picture.arrays[name] for picture in pictures if name in picture.arrays]
+            if name == _PATCH_NUMBERS:
+                arrays = numbered([picture.arrays for picture in pictures])
             axis = self.pixel_axis if name == "pixel_values" else self.axis
             whole = joined(arrays, axis % arrays[0].ndim)
             found[name] = whole.to(dtype) if whole.is_floating_point() else whole
@@ -176,6 +181,19 @@ class SeeingDecoder(Decoder):
             if name in self.reading.accepted:
                 found[name] = marks(pictures, tokens).to(kind)
         return found
+
+
+def numbered(pictures: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """The numbers [n, k] of the patches that each token pools, which go on from picture to picture;
+    -1 is none. Pixels are [crops, patches, values]."""
+    found = []
+    first = 0
+    for arrays in pictures:
+        numbers = arrays[_PATCH_NUMBERS]
+        pixels = arrays["pixel_values"]
+        found.append(torch.where(numbers >= 0, numbers + first, numbers))
+        first += pixels.shape[0] * pixels.shape[1]
+    return found
 
 
 def joined(arrays: Sequence[Tensor], axis: int) -> Tensor:

@@ -51,6 +51,12 @@ _KINDS: Mapping[str, Mapping[str, Any]] = {
     "token_classification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
 
+_SPEAKING = (
+    auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES,
+    auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)
+"""Classes that transformers lists among models without a head, too."""
+
 
 class WholeSequences(CacheBackend):
     """Tells a layer which tokens are of one sequence. It caches nothing."""
@@ -195,6 +201,8 @@ def _examine(vllm_config: VllmConfig) -> tuple[str, int, Any]:
     kind = next((kind for kind, names in _KINDS.items() if name in _flat(names)), None)
     if kind is None:
         raise UnsupportedError(f"{name} is not a text encoder or classifier of transformers")
+    if any(name in _flat(names) for names in _SPEAKING):
+        raise UnsupportedError("it writes speech")
     config = read_by_class(vllm_config.hf_config, name)
     check_config(config, vllm_config)
     model_class = getattr(transformers, name)
