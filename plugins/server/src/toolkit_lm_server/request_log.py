@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -14,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit_lm_server.caller import KEY, Caller
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.log import ACCESS, fields
-from toolkit_lm_server.metrics import Metrics
 
 POLLS = ("/health", "/ready", "/live", "/ping", "/load", "/metrics")
 """Paths that are polled. Their requests have no line."""
@@ -48,10 +48,17 @@ class _Answer:
         await self._send(message)
 
 
+class AnswerCounter(Protocol):
+    """Counts answers."""
+
+    def answered(self, route: str, method: str, status: int, seconds: float) -> None:
+        """A request was answered."""
+
+
 class RequestLog:
     """Logs each request when its app has answered. An exception of the app becomes an answer."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, all_requests: bool = True) -> None:
+    def __init__(self, app: ASGIApp, metrics: AnswerCounter, *, all_requests: bool = True) -> None:
         """`all_requests`: log all, and not only those that failed."""
         self._app = app
         self._metrics = metrics
