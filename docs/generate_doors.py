@@ -27,6 +27,7 @@ TOPOLOGIES = {
     "Ray": "`--executor ray`, with a local cluster",
     "KV events": "`--plugin-option kv_events.enabled=true`",
     "remote renderer": "`--renderer-url`, and `toolkit render`",
+    "router": "`toolkit route`, and its backends",
 }
 
 
@@ -63,6 +64,7 @@ DOORS = (
         _KEY,
         ("remote renderer",),
     ),
+    Door("router", "tcp", MACHINE, "127.0.0.1, or `--host`; `--port`", _KEY, ("router",)),
     Door("engine", "unix", NOBODY, "none", _GONE, _WITH_ENGINE),
     Door("rank", "unix", NOBODY, "none", _GONE, (*_WITH_RANKS, "Ray")),
     Door(

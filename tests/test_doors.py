@@ -38,6 +38,7 @@ doors = generator()
 PROCESSES = {
     "server": r"toolkit-lm serve|serve tiny",
     "render server": r"toolkit-lm render|render tiny",
+    "router": r"toolkit-lm route|route --backend",
     "engine": r"toolkit-lm engine|engine\.process\.main",
     "rank": r"toolkit-lm worker \d|executor_mp\.worker import",
     "node": r"main\(\) worker --node-rank|ray::NodeActor",
@@ -176,21 +177,31 @@ def test_nodes(serve):
                     stranger.close()
 
 
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 @pytest.mark.slow
 def test_a_remote_renderer(serve):
     port = free_port()
     with beside("render", *FLAGS, "--port", str(port)) as renderer:
-
-        def is_ready() -> bool:
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_for(is_ready, 60)
+        wait_for(lambda: is_healthy(port), 60)
         server = serve("--renderer-url", f"http://127.0.0.1:{port}")
         answers(server)
         check("remote renderer", of(server.process, renderer))
+
+
+@pytest.mark.slow
+def test_a_router(serve):
+    server = serve()
+    answers(server)
+    port = free_port()
+    with beside("route", "--backend", server.url, "--port", str(port)) as router:
+        wait_for(lambda: is_healthy(port), 60)
+        check("router", of(server.process, router))
 
 
 @pytest.mark.nightly
@@ -232,4 +243,4 @@ def test_the_page_has_the_table():
 
 
 def test_every_topology_has_a_test():
-    assert set(doors.TOPOLOGIES) == {*ALONE, "nodes", "Ray", "remote renderer"}
+    assert set(doors.TOPOLOGIES) == {*ALONE, "nodes", "Ray", "remote renderer", "router"}

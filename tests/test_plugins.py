@@ -60,6 +60,7 @@ SHIPPED = [
     "renderer_remote",
     "reward",
     "rl",
+    "router",
     "sampling_extra",
     "sdpa",
     "sentence_transformers",

@@ -20,6 +20,7 @@ from toolkit_lm_bench import options as bench
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_commands.config_file import merge_options
 from toolkit_lm_commands.options import in_flags
+from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.errors import as_api_error, validated
 from toolkit_lm_server.options import ServerOptions
@@ -29,6 +30,7 @@ from generate_request_fields import bodies
 
 SECTIONS = [
     ServerOptions,
+    RouterOptions,
     BatchOptions,
     ClientOptions,
     *(

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 import pytest
@@ -133,14 +134,15 @@ class Routed:
 
 
 @asynccontextmanager
-async def routing(*backends: StubBackend, **options: object) -> AsyncIterator[Routed]:
+async def routing(*backends: StubBackend, **options: Any) -> AsyncIterator[Routed]:
     """A router in front of the backends, when it knows them."""
     async with AsyncExitStack() as ending:
         for backend in backends:
             await backend.start()
             ending.push_async_callback(backend.stop)
-        given = {"health_interval": 0.05, "shutdown_timeout": 8, "queue_timeout": 8.0, **options}
-        made = RouterOptions(backend=[b.url for b in backends], port=0, **given)  # type: ignore[arg-type]
+        settings = {"health_interval": 0.05, "shutdown_timeout": 8, "queue_timeout": 8.0, **options}
+        urls = [backend.url for backend in backends]
+        made = RouterOptions(backend=urls, port=0, **settings)
         listener = bind("127.0.0.1", 0)
         running = Running(made, listener)
         serving = asyncio.create_task(running.serve())

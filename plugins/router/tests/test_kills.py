@@ -119,7 +119,7 @@ def joined(stream: bytes) -> dict[Any, Any]:
                 *(
                     (f"logprobs.{name}", values)
                     for name, values in (parts.get("logprobs") or {}).items()
-                    # Of a token in several events it depends on where they are cut.
+                    # Offsets depend on where a character of several tokens is cut.
                     if name != "text_offset"
                 ),
             ):

@@ -290,8 +290,10 @@ async def test_a_request_waits_for_so_long():
 async def test_a_picky_request_does_not_hold_up_others():
     queue: FairQueue[str] = FairQueue()
     places = Places(0)
-    picky = asyncio.create_task(queue.wait("a", lambda: None, places.give_back, 1, is_picky=True))
-    other = asyncio.create_task(queue.wait("b", places.take("b"), places.give_back, 1))
+    picky = asyncio.create_task(
+        queue.wait("a", lambda: None, places.give_back, cost=1, is_picky=True)
+    )
+    other = asyncio.create_task(queue.wait("b", places.take("b"), places.give_back, cost=1))
     await asyncio.sleep(0)
     places.free = 1
     queue.serve()

@@ -46,7 +46,7 @@ class Answering:
         self.has_begun = False
         """The client has got a part of it."""
         self._separators: tuple[bytes, ...] = ()
-        """The ends of an event; none: it is no stream of events."""
+        """The ends of an event; empty: the answer is one body."""
 
     async def pass_on(self, answer: aiohttp.ClientResponse, stream: Stream | None) -> None:
         """Passes an answer on. Raises BrokenError where it breaks off."""

@@ -79,7 +79,7 @@ class Asked(Struct):
 
 
 def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> Asked:
-    """Reads a request. A body that is no JSON object is left to the backend to refuse."""
+    """Reads a request. Other bodies than JSON objects are left to the backend to refuse."""
     session = headers.get("x-session-id", "")
     if "json" not in headers.get("content-type", "json"):
         return Asked(path, body, wanted=Wanted(session=session[:_MOST_NAME]))

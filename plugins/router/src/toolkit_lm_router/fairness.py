@@ -20,8 +20,8 @@ class QueueFullError(Exception):
 class _Waiting(Generic[Place]):
     """A request that waits."""
 
-    def __init__(self, take: Callable[[], Place | None], cost: int, *, is_picky: bool) -> None:
-        self.take = take
+    def __init__(self, acquire: Callable[[], Place | None], cost: int, *, is_picky: bool) -> None:
+        self.acquire = acquire
         self.cost = cost
         self.is_picky = is_picky
         self.is_in_line = True
@@ -49,16 +49,16 @@ class FairQueue(Generic[Place]):
     async def wait(
         self,
         client: Hashable,
-        take: Callable[[], Place | None],
+        acquire: Callable[[], Place | None],
         give_back: Callable[[Place], None],
         cost: int,
         *,
         is_picky: bool = False,
     ) -> Place:
-        """A place, as `take` gives it; None of it means that there is none. `give_back`: for a
+        """A place, as `acquire` gives it; None of it means that there is none. `give_back`: for a
         place that comes when nobody waits for it any more. `cost`: bytes of the prompt. `is_picky`:
         the request cannot have every place."""
-        waiting = _Waiting(take, cost, is_picky=is_picky)
+        waiting = _Waiting(acquire, cost, is_picky=is_picky)
         self._lines.setdefault(client, deque()).append(waiting)
         self._num_waiting += 1
         self.serve()
@@ -96,7 +96,7 @@ class FairQueue(Generic[Place]):
         while line and line[0].cost <= self._deficits[client]:
             first = line[0]
             if not first.place.done():
-                place = first.take()
+                place = first.acquire()
                 if place is None:
                     return False
                 first.place.set_result(place)
@@ -110,7 +110,7 @@ class FairQueue(Generic[Place]):
         waiting.is_in_line = False
         self._num_waiting -= 1
         if not line:
-            # What it has not used is lost.
+            # The rest of its turn is lost.
             del self._lines[client]
             self._deficits.pop(client, None)
 
@@ -131,7 +131,7 @@ class Queues(Generic[Place]):
         self,
         model: str | None,
         client: Hashable,
-        take: Callable[[], Place | None],
+        acquire: Callable[[], Place | None],
         give_back: Callable[[Place], None],
         cost: int,
         *,
@@ -139,14 +139,14 @@ class Queues(Generic[Place]):
     ) -> Place:
         """A place, at once where nobody waits. Raises QueueFullError, and TimeoutError."""
         queue = self._queues.get(model)
-        if queue is None and (place := take()) is not None:
+        if queue is None and (place := acquire()) is not None:
             return place
         if len(self) >= self._most:
             raise QueueFullError
         queue = self._queues.setdefault(model, FairQueue())
         try:
             async with asyncio.timeout(self._seconds):
-                return await queue.wait(client, take, give_back, cost, is_picky=is_picky)
+                return await queue.wait(client, acquire, give_back, cost, is_picky=is_picky)
         finally:
             if not len(queue) and self._queues.get(model) is queue:
                 del self._queues[model]

@@ -181,7 +181,7 @@ class Fleet:
             return None
         total = sum(b.load for b in group.backends) if len(group.backends) <= 64 else None
         if total is None:
-            # Of many, a sample: the mean moves little.
+            # A sample of many: the mean moves little.
             drawn = self.policy.random.choices(group.backends, k=64)
             total = sum(b.load for b in drawn) * len(group.backends) // 64
         choice = self.policy.choose(

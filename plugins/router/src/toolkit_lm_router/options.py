@@ -194,7 +194,8 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        parts, port = urlsplit(""), None
+        parts = urlsplit("")
+        port = None
     if (
         parts.scheme not in ("http", "https")
         or not parts.hostname

@@ -89,8 +89,8 @@ class RoutingPolicy:
         if not backends:
             return None
         most = max(self.balance * total / len(backends), total / len(backends) + _SLACK)
-        for number in without:
-            allowed &= ~(1 << number)
+        for failed in without:
+            allowed &= ~(1 << failed)
 
         def fits(number: int) -> bool:
             backend = by_number[number]
@@ -107,8 +107,8 @@ class RoutingPolicy:
             if fitting := self._some(mask, backends, fits):
                 number = min(fitting, key=lambda number: by_number[number].load)
                 return Choice(number, "prefix", depth)
-        number = self._of_two(backends, without)
-        return None if number is None else Choice(number, "load", self._depth(matches, number))
+        drawn = self._of_two(backends, without)
+        return None if drawn is None else Choice(drawn, "load", self._depth(matches, drawn))
 
     def sent(self, wanted: Wanted, number: int) -> None:
         """A backend was sent the request."""

@@ -165,8 +165,8 @@ class Proxy:
         job = _Job(asked, caller, f"{path}?{query}" if query else path)
         scheme = request.scope.get("scheme", "http")
         address = "" if request.client is None else request.client.host
-        given = request.scope["headers"]
-        job.headers = self._upstream.headers(given, caller, scheme, address)
+        headers = request.scope["headers"]
+        job.headers = self._upstream.headers(headers, caller, scheme, address)
         while not await self._attempt(job, answering):
             pass
 
@@ -190,7 +190,7 @@ class Proxy:
         """A backend for the request. Raises ApiError (503)."""
         asked = job.asked
 
-        def take() -> _Place | None:
+        def acquire() -> _Place | None:
             found = self._fleet.choose(asked.model, asked.wanted, job.failed)
             if found is None:
                 return None
@@ -209,7 +209,7 @@ class Proxy:
             return await self.queues.place(
                 asked.model,
                 job.caller.client,
-                take,
+                acquire,
                 give_back,
                 len(asked.body),
                 is_picky=bool(job.failed),
@@ -268,22 +268,22 @@ class Proxy:
         self, job: _Job, backend: Backend, answering: Answering, broken: BrokenError
     ) -> None:
         """Counts a failure. Raises ApiError where the request is not sent again."""
-        told = f"The backend broke off: {broken.reason[:200]}."
+        reason = f"The backend broke off: {broken.reason[:200]}."
         if not answering.has_begun:
             if job.asked.is_stored and broken.was_sent:
                 why = " The request is stored, so it is not sent to another one."
-                raise ApiError(502, told + why, code="backend_failed")
+                raise ApiError(502, reason + why, code="backend_failed")
             backend.num_retries += 1
             # One that cannot be reached gets no further requests: there is an end to them.
             job.num_retries += not broken.is_gone
             if job.num_retries > self._options.retries:
-                raise ApiError(502, told, code="backend_failed")
+                raise ApiError(502, reason, code="backend_failed")
             return
         if job.stream is None or broken.is_final:
-            raise ApiError(502, told, code="backend_failed")
+            raise ApiError(502, reason, code="backend_failed")
         job.num_migrations += 1
         if job.num_migrations > self._options.migrations:
-            raise ApiError(502, told, code="backend_failed")
+            raise ApiError(502, reason, code="backend_failed")
         backend.num_migrations += 1
 
 

@@ -78,7 +78,7 @@ class _Choice:
 
     def __init__(self) -> None:
         self.runs: dict[object, _Run] = {}
-        self.told: set[object] = set()
+        self.seen: set[object] = set()
         """Fields that come once, and have come."""
 
     def new(self, key: object, value: Any) -> Any:
@@ -89,8 +89,8 @@ class _Choice:
 
     def first(self, key: object) -> bool:
         """Whether it comes for the first time."""
-        is_first = key not in self.told
-        self.told.add(key)
+        is_first = key not in self.seen
+        self.seen.add(key)
         return is_first
 
 
@@ -115,7 +115,7 @@ class Stream:
         """What the client gets of some whole events. Raises DivergedError and DiedError after what
         comes before."""
         if not self._is_replay:
-            # As they came, byte for byte, up to an event that tells of the engine's end.
+            # The bytes as they came, up to an event that tells of the engine's end.
             for event in _split(events):
                 self._read(event)
                 yield event

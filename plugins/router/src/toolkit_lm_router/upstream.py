@@ -101,10 +101,10 @@ class Upstream:
             return answer.status, body
 
     def headers(
-        self, given: Headers, caller: Caller, scheme: str, address: str
+        self, received: Headers, caller: Caller, scheme: str, address: str
     ) -> list[tuple[str, str]]:
         """The headers of a client's request, as a backend gets them."""
-        passed = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in given]
+        passed = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in received]
         named = _named(passed)
         dropped = _NOT_PASSED | _FORWARDED | named | (_KEYS if self._key is not None else set())
         made = [(name, value) for name, value in passed if name not in dropped]
@@ -194,7 +194,7 @@ class Watch:
             raise ValueError(f"/v1/models: {_reason(status, body)}")
         cards = _cards(body)
         backend.is_ours = any(card.get("owned_by") == _OWNER for card in cards)
-        # Of ours, the time of a model is that of the server's start.
+        # The time of a model of ours is that of the server's start.
         started = cards[0].get("created") if backend.is_ours else None
         self._fleet.set_models(backend, cards, started)
 
@@ -207,7 +207,7 @@ def _cards(body: bytes) -> list[dict[str, Any]]:
 
 
 def _reason(status: int, body: bytes) -> str:
-    """The reason of an answer that is no success."""
+    """The reason of a failure."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
         data = msgspec.json.decode(body)
         if isinstance(data, dict):
