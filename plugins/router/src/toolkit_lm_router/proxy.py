@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import time
 from typing import NamedTuple
 
@@ -252,7 +252,7 @@ class Proxy:
             job.stream.replay()
         elif job.asked.is_resumable and backend.is_ours and self._options.migrations:
             job.stream = Stream()
-            job.body = job.asked.seeded(random.getrandbits(62))
+            job.body = job.asked.seeded(secrets.randbits(62))
 
     async def _refused(
         self, job: _Job, backend: Backend, answer: aiohttp.ClientResponse, answering: Answering
