@@ -40,6 +40,7 @@ SHIPPED = [
     "gguf",
     "hybrid",
     "kserve",
+    "kv_disk",
     "kv_events",
     "llama_cpp",
     "llguidance",

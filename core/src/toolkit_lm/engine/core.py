@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -39,6 +40,9 @@ _MOST_FAILURES = 3
 """Most failed steps in a row, without a result or a culprit in between, before the engine gives
 up."""
 
+
+_LAST_STORES = 10.0
+"""Most seconds that the end of the engine waits for the last blocks to be stored."""
 
 REST = 0.005
 """Seconds between steps that find nothing to compute, although there are requests, or a part awaits
@@ -121,13 +125,14 @@ class EngineCore:
 
     def _make_tiers(self, plugins: Plugins) -> dict[str, KVTier]:
         """Makes the tiers that are searched by content, by name."""
-        return {
+        tiers = {
             entry.key: plugins.kv_tiers.make_tier(
                 entry.key, self.config, self.kv_cache, options=plugins.options(entry.plugin)
             )
             for entry in plugins.kv_tiers.entries()
             if entry.scheduler is not None
         }
+        return {name: tier for name, tier in tiers.items() if not tier.is_off}
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
         """Plans groups, pools and their blocks. Raises CapacityError, UnsupportedError."""
@@ -267,6 +272,13 @@ class EngineCore:
         return outputs
 
     def shutdown(self) -> None:
+        tiers = self.scheduler.tiers
+        if (work := tiers.end_step(None, idle=False)) is not None:
+            # Without workers that could run it, the blocks are lost.
+            with suppress(Exception):
+                self.executor.execute(StepPlan(tiers=work)).result(_LAST_STORES)
+        for tier in tiers.tiers.values():
+            tier.close()
         self.executor.shutdown()
         self.scheduler.planners.close()
 
@@ -291,7 +303,7 @@ class EngineCore:
         self._in_flight.popleft()
         if result.parts:
             self.scheduler.update_planners(result)
-        if step.plan.tiers is not None:
+        if self.scheduler.tiers.tiers:
             self.scheduler.request_blocks.finish_loads(step.plan, result)
         if not self.scheduler.roster.requests_in(step.plan):
             # All that it computed has ended in the meantime, perhaps long ago.

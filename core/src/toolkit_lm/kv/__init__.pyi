@@ -22,6 +22,7 @@ from .tier import (
     Data as Data,
     KVTier as KVTier,
     KVTierStore as KVTierStore,
+    Outcome as Outcome,
 )
 from .tiers import Tiers as Tiers
 from .transfers import Transfers as Transfers

@@ -58,6 +58,8 @@ class BlockPool:
         something else."""
         self.on_forgotten: Callable[[Any], object] | None = None
         """Called with each key whose contents are no longer found; None: no contents are."""
+        self.on_published: Callable[[Any, int], None] | None = None
+        """Called with the key and the block when contents can be found from now on."""
         self.reset()
 
     def reset(self) -> None:
@@ -127,6 +129,8 @@ class BlockPool:
             return False
         self._blocks[key] = block
         self._keys[block] = key
+        if self.on_published is not None:
+            self.on_published(key, block)
         return True
 
     def is_known(self, block: int) -> bool:

@@ -6,13 +6,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv.layout import KVCacheConfig
 from toolkit_lm.messages import TierKey
 
 Data = bytes | bytearray | memoryview
+Outcome = Literal["loaded", "failed", "late", "cancelled"]
+"""End of a load. "late": its blocks have not arrived within `KVTier.timeout`. "cancelled": the
+request has ended."""
 
 
 class KVTier:
@@ -26,6 +29,8 @@ class KVTier:
 
     timeout: ClassVar[float] = 10.0
     """Seconds after which blocks that have not arrived are computed instead."""
+    is_off = False
+    """The constructor sets it where the engine is to run without the tier."""
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         """`config` is resolved. `kv_cache`: the groups that blocks belong to. `options`: the
@@ -36,8 +41,16 @@ class KVTier:
         Called for each waiting request, so it must not block."""
         return 0
 
+    def pays(self, num_bytes: int, seconds: float | None) -> bool:
+        """Whether to load what `find` has counted. Computing it would take about `seconds`; None:
+        nothing was computed yet."""
+        return True
+
     def load(self, group: int, digests: Sequence[bytes]) -> None:
         """The worker half is now asked for these blocks, which `find` has counted."""
+
+    def ended(self, num_bytes: int, seconds: float, outcome: Outcome) -> None:
+        """A load of so many bytes has ended, that many seconds after it began."""
 
     def failed(self, group: int, digests: Sequence[bytes]) -> None:
         """Some of these blocks did not arrive, arrived damaged, or were never stored. The request
@@ -49,13 +62,22 @@ class KVTier:
         store."""
         return ()
 
+    def filled(self, contents: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
+        """Steps that have ended have filled blocks with these contents. Returns those that the
+        worker half must store already now: the tier then has them when the engine ends."""
+        return ()
+
     def dropped(self) -> list[tuple[int, bytes]]:
         """Returns (group, digest) of the contents that the worker half may forget, since the last
-        call. Called after `evicted`. They are dropped before anything is stored."""
+        call. Called after `evicted`, `filled` and `reset`. They are dropped before anything is
+        stored."""
         return []
 
     def reset(self) -> None:
         """Forgets all contents: nothing must be found any more."""
+
+    def close(self) -> None:
+        """Called when the engine ends, after the last blocks were offered."""
 
 
 class BlockBytes(Protocol):

@@ -29,10 +29,15 @@ class PreemptionCost:
                 each if self._seconds_per_token is None else min(self._seconds_per_token, each)
             )
 
+    def seconds(self, num_tokens: int) -> float | None:
+        """About how long computing so many tokens takes; None: no step has ended yet."""
+        each = self._seconds_per_token
+        return None if each is None else each * num_tokens
+
     def prefers_swap(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether to swap a request with this many computed tokens and this many bytes in its own
         blocks."""
         if self.mode != "auto":
             return self.mode == "swap"
         swap = 2 * num_bytes / _BANDWIDTH
-        return self._seconds_per_token is not None and swap < num_tokens * self._seconds_per_token
+        return swap < (self.seconds(num_tokens) or 0.0)

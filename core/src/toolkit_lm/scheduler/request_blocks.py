@@ -54,7 +54,7 @@ class RequestBlocks:
         self.snapshots = Snapshots(blocks)
         self.keeps_snapshots = self.caching and bool(self.snapshots)
         self.next_stop = self.snapshots.next_stop if self.keeps_snapshots else None
-        self.tiers = Tiers(tiers if self.caching else {}, blocks)
+        self.tiers = Tiers(tiers if self.caching else {}, blocks, preemption.seconds)
         self.watch()
 
     def watch(self) -> None:
@@ -276,7 +276,7 @@ class RequestBlocks:
         if self.keeps_snapshots:
             self.snapshots.release()
         if self.tiers.tiers:
-            plan.tiers = self.tiers.end_step(idle=not self.roster.running)
+            plan.tiers = self.tiers.end_step(plan, idle=not self.roster.running)
 
     def reset(self, plans: Collection[StepPlan]) -> None:
         """Drops all blocks, and what these plans were to do: their steps have failed."""

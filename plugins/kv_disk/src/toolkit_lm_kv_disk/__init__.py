@@ -1,0 +1,95 @@
+"""KV tiers in host memory and on disk. This entry module only registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+from toolkit_lm.plugin import KVTierRegistry, PartRegistry, hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from toolkit_lm.config import VllmConfig
+    from toolkit_lm.model import Model
+    from toolkit_lm_commands import FlagNamesRegistry
+    from toolkit_lm_server.plugin_routes import OpenAIApi
+    from toolkit_lm_serving.engine import ServingEngine
+
+
+class Options(Struct, frozen=True):
+    """`--plugin-option kv_disk.NAME=...`"""
+
+    dir: str | None = None
+    """Folder for the KV blocks of cached prefixes. They are found again after a restart."""
+    disk: str | None = None
+    """Most bytes in this folder. None: 20GiB."""
+    host: str | None = None
+    """Most bytes of evicted KV blocks in host memory."""
+    loads: Literal["measured", "always"] = "measured"
+    """Blocks are loaded where that is faster than computing them, as measured, or always."""
+
+    def __post_init__(self) -> None:
+        from toolkit_lm_kv_disk.limits import check_sizes
+
+        check_sizes(self)
+
+
+@hookimpl
+def toolkit_configure(config: VllmConfig, options: Options) -> VllmConfig | None:
+    from toolkit_lm_kv_disk.limits import check
+
+    check(config, options)
+    return None
+
+
+@hookimpl
+def toolkit_register_kv_tiers(kv_tiers: KVTierRegistry) -> None:
+    kv_tiers.add(
+        "kv_host",
+        "toolkit_lm_kv_disk.host:HostBlocks",
+        scheduler="toolkit_lm_kv_disk.tier:HostTier",
+    )
+    kv_tiers.add(
+        "kv_disk",
+        "toolkit_lm_kv_disk.store:DiskStore",
+        scheduler="toolkit_lm_kv_disk.tier:DiskTier",
+    )
+
+
+@hookimpl
+def toolkit_register_parts(parts: PartRegistry) -> None:
+    parts.add(
+        "kv_disk",
+        planner="toolkit_lm_kv_disk.planner:CountsPlanner",
+        for_model="toolkit_lm_kv_disk.limits:is_enabled",
+    )
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
+    flag_names.add("kv_disk", "toolkit_lm_kv_disk.flags:translate_flags")
+
+
+@hookimpl(optionalhook=True)
+def toolkit_register_routes(
+    router: APIRouter, engine: ServingEngine, options: Options, api: OpenAIApi
+) -> None:
+    if api.metrics is None or (options.dir is None and options.host is None):
+        return
+    from toolkit_lm_kv_disk.metrics import TierFigures
+
+    figures = TierFigures(engine)
+    api.metrics.registry.register(figures)
+    api.metrics.sources.append(figures.ask)
+
+
+@hookimpl(optionalhook=True)
+def toolkit_explain(
+    config: VllmConfig, models: Sequence[Model], options: Any
+) -> Mapping[str, Sequence[str]] | None:
+    if options.dir is None and options.host is None:
+        return None
+    from toolkit_lm_kv_disk.explaining import explain
+
+    return explain(config, options)

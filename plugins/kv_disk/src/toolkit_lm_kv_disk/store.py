@@ -1,0 +1,155 @@
+"""DiskStore: a rank's blocks on disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.kv import BlockBytes, Data, KVCacheConfig, KVTierStore
+from toolkit_lm.messages import TierKey
+
+from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
+from toolkit_lm_kv_disk.identity import identity_of
+from toolkit_lm_kv_disk.limits import block_sizes, disk_bytes, share_of_rank, why_off
+from toolkit_lm_kv_disk.log import SegmentLog
+from toolkit_lm_kv_disk.segments import Key, Place
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM = 4
+"""Bytes that `BlockBytes.to_bytes` adds to a block."""
+_MOST_PENDING = 2**29
+"""Most bytes that wait to be written. What comes beyond is not stored."""
+_CLOSING = 60.0
+"""Most seconds that the end waits for what is still to be written."""
+_READERS = 2
+
+
+class DiskStore(KVTierStore):
+    """Blocks are written by a thread behind the steps, and read by two others. What waits to be
+    written is found too."""
+
+    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
+        self.num_lost = 0
+        """Blocks that were not written, for lack of time or room."""
+        self._log: SegmentLog | None = None
+        self._lock: Lock | None = None
+        if options is None or options.dir is None or why_off(kv_cache) is not None:
+            return
+        base = Path(options.dir).expanduser()
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        identity = identity_of(config, kv_cache, base)
+        folder = folder_of(options.dir, identity)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        place = of_rank(folder, config.parallel.rank)
+        self._lock = Lock(place)
+        if not self._lock.is_held:
+            logger.warning("%s: another engine writes here, and this one only reads", place)
+        self._log = SegmentLog(
+            place,
+            identity,
+            share_of_rank(config, make_room(options.dir, folder, disk_bytes(options))),
+            {group: size + _CHECKSUM for group, size in enumerate(block_sizes(kv_cache))},
+            writes=self._lock.is_held,
+        )
+        self._pending: dict[Key, bytes] = {}
+        self._work: deque[tuple[Key, bytes | None]] = deque()
+        """What is to be written, in order. None: the block is to be dropped."""
+        self._num_pending = 0
+        """Bytes in `_work`."""
+        self._changed = threading.Condition()
+        self._ends = False
+        self._has_failed = False
+        self._readers = ThreadPoolExecutor(_READERS, "kv_disk read")
+        self._writer = threading.Thread(target=self._write_all, name="kv_disk write", daemon=True)
+        self._writer.start()
+
+    def store(self, group: int, key: TierKey, block: BlockBytes) -> None:
+        assert isinstance(key, bytes), "blocks are stored by digest"
+        if self._log is None or self._lock is None or not self._lock.is_held:
+            return
+        if self._num_pending + block.num_bytes > _MOST_PENDING:
+            self.num_lost += 1
+            return
+        data = block.to_bytes()
+        with self._changed:
+            self._pending[group, key] = data
+            self._work.append(((group, key), data))
+            self._num_pending += len(data)
+            self._changed.notify()
+
+    def load(self, group: int, key: TierKey) -> Future[Data]:
+        assert isinstance(key, bytes), "blocks are stored by digest"
+        if self._log is None:
+            raise KeyError("nothing is stored")
+        with self._changed:
+            data = self._pending.get((group, key))
+            place = self._log.index.get((group, key))
+        if data is None:
+            if place is None:
+                raise KeyError("the block was not stored")
+            return self._readers.submit(_read, place)
+        future: Future[Data] = Future()
+        future.set_result(data)
+        return future
+
+    def drop(self, group: int, key: TierKey) -> None:
+        assert isinstance(key, bytes), "blocks are stored by digest"
+        if self._log is None or self._lock is None or not self._lock.is_held:
+            return
+        with self._changed:
+            self._pending.pop((group, key), None)
+            self._work.append(((group, key), None))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Writes what is still to be written."""
+        if self._log is None or self._lock is None:
+            return
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._writer.join(_CLOSING)
+        self._readers.shutdown(cancel_futures=True)
+        if not self._writer.is_alive():
+            self._lock.close()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._work:
+                    if self._ends:
+                        return
+                    self._changed.wait()
+                key, data = self._work.popleft()
+                if data is not None:
+                    self._num_pending -= len(data)
+                    if self._pending.get(key) is not data:
+                        # It was dropped, or stored again.
+                        continue
+            try:
+                self._write(key, data)
+            except Exception as error:
+                self.num_lost += 1
+                if not self._has_failed:
+                    logger.warning("KV blocks cannot be written to disk: %s", error)
+                self._has_failed = True
+            with self._changed:
+                if data is not None and self._pending.get(key) is data:
+                    del self._pending[key]
+
+    def _write(self, key: Key, data: bytes | None) -> None:
+        assert self._log is not None, "there is no thread without a log"
+        if data is None:
+            self._log.drop(key)
+        elif key not in self._log.index and not self._log.append(key, data):
+            self.num_lost += 1
+
+
+def _read(place: Place) -> Data:
+    return place.segment.read(place)
