@@ -89,15 +89,22 @@ class Shares:
                     del self._reserved[client]
 
 
+def request_memory(most: int) -> Shares:
+    """The memory of all requests together. `most`: bytes that one may cost."""
+    return Shares(_REQUESTS * most)
+
+
 class CostBudget:
     """Bounds the memory of each request, the memory of all together, and their number.
     Thread-safe."""
 
-    def __init__(self, most: int, max_queued: int | None = None) -> None:
+    def __init__(
+        self, most: int, max_queued: int | None = None, memory: Shares | None = None
+    ) -> None:
         """`most`: bytes that one request may cost. `max_queued`: requests that may wait. A short
-        queue is not shared."""
+        queue is not shared. `memory`: the memory of all requests, where other budgets share it."""
         self._most = most
-        self._bytes = Shares(_REQUESTS * most)
+        self._bytes = memory or request_memory(most)
         self._requests = Shares(None if max_queued is None or max_queued < _SHORT else max_queued)
 
     @property

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from toolkit_lm import __version__
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm_serving.budget import BudgetedLLM, CostBudget
+from toolkit_lm_serving.budget import BudgetedLLM, CostBudget, Shares
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
@@ -183,20 +183,20 @@ def create_router(
     readiness: Readiness | None = None,
     page: Page | None = None,
     keys: Keys | None = None,
+    memory: Shares | None = None,
 ) -> APIRouter:
     """The server's routes, to be included in any FastAPI app. The caller owns the engine. Only
     plugins' routes may need the app's lifespan.
 
-    `metrics` adds /metrics, and `page` adds /. `readiness` is for a caller that wants to refuse
-    requests before it ends. `keys` are those of the options, for a caller that replaces them.
-
-    Raises ConfigError for an unknown name in `options.routes`. Raises PluginError when a plugin's
-    routes fail, or when its logits processor has a parameter with the name of another field.
+    `metrics` adds /metrics, `page` adds /. `readiness` is for a caller that refuses requests before
+    it ends. `keys`: those of the options, for a caller that replaces them. `memory`: the memory of
+    all requests, where several engines share it. Raises ConfigError for an unknown name in
+    `options.routes`, PluginError when a plugin's routes or logits processors fail.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
     keys = keys or Keys.of(options)
-    budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
+    budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests, memory)
     accounts = None if keys is None else keys.accounts
     asked = None if metrics is None else metrics.asked
     serving: ServingEngine = BudgetedLLM(engine, budget, accounts, asked)
@@ -399,13 +399,20 @@ def create_app(
     readiness: Readiness | None = None,
     page: Page | None = None,
     keys: Keys | None = None,
+    memory: Shares | None = None,
 ) -> FastAPI:
     """An app with the server's routes. The caller owns the engine. Arguments and errors are those
     of `create_router`."""
     options = options or ServerOptions()
     app = make_app(options)
     router = create_router(
-        engine, options, metrics=metrics, readiness=readiness, page=page, keys=keys
+        engine,
+        options,
+        metrics=metrics,
+        readiness=readiness,
+        page=page,
+        keys=keys,
+        memory=memory,
     )
     app.state.api = router.routes
     serve_routes(app, router)

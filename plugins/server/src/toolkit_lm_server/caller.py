@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +26,8 @@ class Caller(Struct):
     """The server itself asks for the client, which it let in before. `key` stands for the key."""
     adapters: tuple[str, ...] | None = None
     """Patterns of the names of adapters that the key may see and use. None: all."""
+    models: tuple[str, ...] | None = None
+    """Patterns of the names of models that the key may see and use. None: all."""
     unknown: Any = None
     """The body's unknown fields, as UnknownFields. None outside of a request, where a body must
     have none."""
@@ -39,9 +42,17 @@ class Caller(Struct):
 
     def may_use(self, adapter: str) -> bool:
         """Whether the client's key may see and use an adapter of that name."""
-        return self.adapters is None or any(
-            fnmatchcase(adapter, pattern) for pattern in self.adapters
-        )
+        return _matches([adapter], self.adapters)
+
+    def may_use_model(self, names: Iterable[str]) -> bool:
+        """Whether the client's key may see and use a model with these names."""
+        return _matches(names, self.models)
+
+
+def _matches(names: Iterable[str], patterns: tuple[str, ...] | None) -> bool:
+    return patterns is None or any(
+        fnmatchcase(name, pattern) for name in names for pattern in patterns
+    )
 
 
 NOBODY = Caller()

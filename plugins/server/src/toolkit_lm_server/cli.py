@@ -48,6 +48,11 @@ for what it is to load."""
 @engine_command(ServerOptions)
 def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
+    serve_engine(config, options, plugins)
+
+
+def serve_engine(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
+    """Serves an engine until a signal ends it. Raises ToolkitError."""
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics(model_name=config.served_model_name)
@@ -78,7 +83,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
     # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    _run("serve", make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
+    run("serve", make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
 
 
 @engine_command(ServerOptions)
@@ -103,7 +108,7 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
         )
 
     metrics = Metrics(model_name=config.served_model_name)
-    _run("render", make, make_app, options, metrics, config.engine.start_timeout)
+    run("render", make, make_app, options, metrics, config.engine.start_timeout)
 
 
 def _end_at_once(uds: str | None, *_: object) -> None:
@@ -114,7 +119,7 @@ def _end_at_once(uds: str | None, *_: object) -> None:
     os._exit(0)
 
 
-def _run(
+def run(
     command: str,
     make: Callable[[], ServableT],
     make_app: MakeApp[ServableT],

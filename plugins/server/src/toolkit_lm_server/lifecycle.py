@@ -303,6 +303,8 @@ class Lifecycle:
             self._stopped = True
         else:
             self._reloading.ask()
+            # A server of several models has more files.
+            getattr(self._readiness.engine, "ask_reload", lambda: None)()
 
     def _stop(self, number: int) -> None:
         if self._stopped:

@@ -29,10 +29,12 @@ from toolkit_lm_server.errors import (
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.json_body import Bodies, JsonRequest, read_body
 from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.limits.key_limits import Account
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.threads import in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UnknownFields
+from toolkit_lm_server.watched import Watched
 
 if TYPE_CHECKING:
     from toolkit_lm.processing import RequestOptions
@@ -168,14 +170,30 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
             )
             caller.key = caller.client = account.name
             caller.adapters = account.adapters
+            caller.models = account.models
         if (ready := route.readiness) is not None:
             if ready.draining or ready.engine.health().status != "ready":
                 raise ready.refusal()
+            _check_model(ready.engine, account)
             if account is not None:
                 account.begin()
         return await handle(request)
 
     return admitted
+
+
+def _check_model(engine: Watched, account: Account | None) -> None:
+    """Raises ApiError (404) where the key may not use the engine's model."""
+    config = getattr(engine, "config", None)
+    if account is None or account.models is None or config is None:
+        return
+    if not CALLER.get().may_use_model(config.served_model_names):
+        raise ApiError(
+            404,
+            f"The key {account.name!r} may use no model of this server.",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def _bounded(route: ServerRoute, handle: Handle) -> Handle:

@@ -32,6 +32,8 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adapters: tuple[Annotated[str, Meta(min_length=1, pattern=r"^[^\n]+$")], ...] | None = None
     """Patterns of the names of adapters that the key may see and use, as fnmatch has them. None:
     all."""
+    models: tuple[Annotated[str, Meta(min_length=1, pattern=r"^[^\n]+$")], ...] | None = None
+    """Patterns of the names of models, like those of adapters."""
 
 
 class _Bucket:
@@ -66,7 +68,8 @@ class Account:
     def _set(self, key: ApiKey) -> None:
         self._key = key
         self.adapters = key.adapters
-        """Patterns as in ApiKey."""
+        """Patterns as in ApiKey, as those of `models` are."""
+        self.models = key.models
         limits = {
             "requests_per_minute": key.requests_per_minute,
             "tokens_per_minute": key.tokens_per_minute,
