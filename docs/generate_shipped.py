@@ -34,6 +34,8 @@ def table() -> dict[str, dict[str, str]]:
             )
     for registry in by_hook(plugins).values():
         for entry in registry.entries():
+            # The other one works without the distribution that overrides it.
+            entry = entry.replaced or entry
             distribution = entry.owner.distribution
             if (
                 distribution is not None

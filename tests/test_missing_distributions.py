@@ -33,13 +33,16 @@ BRING_NOTHING = {
 }
 """Distributions that nobody can miss by a name: others depend on them, they watch, or bring
 routes."""
+OVERRIDING = {"toolkit-lm-server": ("toolkit-lm-model-pool",)}
+"""Distributions that override what another brings, by that one. They need it."""
 
 
 @pytest.fixture
 def without(monkeypatch):
     """without(distribution, ...): these are not installed."""
 
-    def take_away(*names: str) -> None:
+    def take_away(*given: str) -> None:
+        names = {*given, *(other for one in given for other in OVERRIDING.get(one, ()))}
         installed = discovery._installed
         is_installed = shipped.is_installed
         monkeypatch.setattr(

@@ -1,0 +1,124 @@
+"""Measures a server of several models in a budget that does not hold all of them: the seconds of
+requests whose model is loaded and of those that wait for a swap, loads and evictions, and the
+memory of the engines beside the budget.
+
+usage: python benchmarks/model_pool.py [--model MODEL] [--models 6] [--hold 3] [--requests 2000]
+                                       [--clients 8] [--turn 2]
+
+Models are copies of one checkpoint. Requests ask for them by Zipf's law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+from server_process import ServerProcess
+from toolkit_lm_model_pool.need import as_size, memory_of
+
+OPTIONS = {"max_num_seqs": 8, "max_model_len": 256}
+BODY = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--models", type=int, default=6)
+    parser.add_argument("--hold", type=int, default=3, help="models that the budget holds")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--turn", type=float, default=2.0)
+    args = parser.parse_args()
+    names = [f"m{number}" for number in range(args.models)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        entries = [{"name": name, "checkpoint": args.model, "options": OPTIONS} for name in names]
+        file = folder / "models.yaml"
+        file.write_text(json.dumps({"models": entries}), encoding="utf-8")
+        needed = first_need(folder / "alone", file)
+        budget = int(needed * (args.hold + 0.5))
+        measure(folder / "trace", file, names, budget, args)
+
+
+def first_need(folder: Path, file: Path) -> int:
+    """Bytes that a model alone needs by the estimate, which is the most."""
+    folder.mkdir()
+    server = ServerProcess(folder, "--models", str(file))
+    try:
+        cards = httpx.get(f"http://127.0.0.1:{server.port}/v1/models").json()["data"]
+    finally:
+        server.stop()
+    return int(cards[0]["bytes_needed"])
+
+
+def measure(
+    folder: Path, file: Path, names: list[str], budget: int, args: argparse.Namespace
+) -> None:
+    folder.mkdir()
+    server = ServerProcess(
+        folder,
+        *("--models", str(file), "--models-memory", str(budget)),
+        *("--models-turn", str(args.turn), "--models-timeout", "600"),
+    )
+    weights = [1 / (place + 1) for place in range(len(names))]
+    trace = random.Random(0).choices(names, weights, k=args.requests)
+    taken: list[int] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            children = psutil.Process(server.process.pid).children()
+            taken.append(memory_of(child.pid for child in children))
+            time.sleep(0.5)
+
+    try:
+        url = f"http://127.0.0.1:{server.port}"
+        with httpx.Client(base_url=url, timeout=700) as client:
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            begun = time.perf_counter()
+            with ThreadPoolExecutor(args.clients) as threads:
+                seconds = list(threads.map(lambda name: asked(client, name), trace))
+            whole = time.perf_counter() - begun
+            over.set()
+            watcher.join()
+            cards = client.get("/v1/models").json()["data"]
+    finally:
+        over.set()
+        server.stop()
+    report(seconds, whole, cards, taken, budget)
+
+
+def asked(client: httpx.Client, name: str) -> float:
+    """Seconds of a request."""
+    begun = time.perf_counter()
+    client.post("/v1/completions", json={"model": name, **BODY}).raise_for_status()
+    return time.perf_counter() - begun
+
+
+def report(
+    seconds: list[float], whole: float, cards: list[dict], taken: list[int], budget: int
+) -> None:
+    loads = sum(card["loads"] for card in cards)
+    evictions = sum(card["evictions"] for card in cards)
+    cuts = statistics.quantiles(seconds, n=100)
+    print("| requests | seconds | p50 | p90 | p99 | longest | loads | evictions | most memory |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        f"| {len(seconds)} | {whole:.1f} | {cuts[49]:.3f} | {cuts[89]:.3f} | {cuts[98]:.3f} | "
+        f"{max(seconds):.2f} | {loads} | {evictions} | {as_size(max(taken))} of "
+        f"{as_size(budget)} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The way of a request to its model: the key's check, the body's name, the wait, the model's own
+routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match
+from starlette.types import Message, Receive, Scope, Send
+from toolkit_lm_server.caller import CALLER
+from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.health import Readiness
+from toolkit_lm_server.json_body import Bodies, read_body
+from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.route import REQUEST_ID, authorization, caller_of
+
+from toolkit_lm_model_pool.durations import parse_seconds
+from toolkit_lm_model_pool.model import PooledModel
+from toolkit_lm_model_pool.names import Asked, asked, find
+from toolkit_lm_model_pool.pool import Pool
+
+_WITH_BODY = ("POST", "PUT", "PATCH")
+_OLLAMA = "/api/"
+OPERATORS = ("/models/load", "/models/unload", "/unload", "/models/reload")
+"""Paths of the pool's own that are served to operators alone."""
+
+
+class Dispatch:
+    """Answers each path that is none of the pool's own: by the routes of the model that the request
+    names. Nothing of a request is looked at before its key."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        pool: Pool,
+        options: ServerOptions,
+        keys: Keys | None,
+        readiness: Readiness,
+        metrics: Metrics,
+    ) -> None:
+        self._router = app.router
+        self._not_found = app.router.default
+        self._pool = pool
+        self._options = options
+        self._keys = keys
+        self._readiness = readiness
+        self._metrics = metrics
+        self._bodies = Bodies(options.max_body_bytes)
+        self._known: list[FastAPI] = []
+        """The latest routes, by which unknown paths are told."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._not_found(scope, receive, send)
+            return
+        if self._is_own_with_slash(scope):
+            await self._router(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        begun = _Begun(send)
+        try:
+            await self._answer(request, begun)
+        except ClientDisconnect:
+            await self._refuse(Response(status_code=499), request, begun)
+        except Exception as error:
+            if begun.is_begun:
+                raise
+            response = as_api_error(error).response()
+            self._metrics.refused(response.status_code)
+            await self._refuse(response, request, begun)
+
+    async def _refuse(self, response: Response, request: Request, send: _Begun) -> None:
+        if not send.is_begun:
+            response.headers[REQUEST_ID] = caller_of(request).request_id
+            await response(request.scope, request.receive, send)
+
+    def _is_own_with_slash(self, scope: Scope) -> bool:
+        """Takes the slash off the end of a path of the pool's own."""
+        prefix = scope.get("root_path", "")
+        path = scope["path"].removeprefix(prefix)
+        bare = path.rstrip("/")
+        if not bare or bare == path or not _has(self._router.routes, scope, bare):
+            return False
+        scope["path"] = prefix + bare
+        scope["raw_path"] = scope["path"].encode()
+        return True
+
+    async def _answer(self, request: Request, send: _Begun) -> None:
+        caller = caller_of(request)
+        CALLER.set(caller)
+        if self._keys is not None:
+            account = self._keys.find(authorization(request.headers))
+            caller.key = caller.client = account.name
+            caller.adapters = account.adapters
+            caller.models = account.models
+        if self._readiness.draining:
+            raise self._readiness.refusal()
+        if (path := request.url.path) in OPERATORS:
+            raise HTTPException(404, f"{path} is served where operators ask for it (admin_routes).")
+        with self._bodies.hold() as reserve:
+            body = b""
+            if request.method in _WITH_BODY:
+                body = await read_body(request, self._options.max_body_bytes, reserve)
+            found = await asked(request, body, self._bodies)
+            if found.model is None and self._is_unknown(request.scope):
+                raise HTTPException(404, "Not Found")
+            model = find(self._pool.models, found.model)
+            await self._pass_on(request, body, model, found, send)
+
+    async def _pass_on(
+        self, request: Request, body: bytes, model: PooledModel, found: Asked, send: _Begun
+    ) -> None:
+        receive = _replay(body, request.receive)
+        async with self._pool.use(model, request.receive) as app:
+            if app not in self._known:
+                self._known = [*self._known, app][-1:]
+            if found.keep_alive is not None and request.url.path.startswith(_OLLAMA):
+                _keep(model, found.keep_alive)
+            await app(request.scope, receive, send)
+
+    def _is_unknown(self, scope: Scope) -> bool:
+        """Whether no route has the path, as far as that is known."""
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        return bool(self._known) and not any(
+            _has(app.router.routes, scope, spelled)
+            for app in self._known
+            for spelled in (path, f"/v1{path}")
+        )
+
+
+class _Begun:
+    """Sends an answer, and knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        self.is_begun = True
+        await self._send(message)
+
+
+def _keep(model: PooledModel, keep_alive: object) -> None:
+    """Takes Ollama's keep_alive: until the next request that states one, at most for as long as the
+    operator lets the model stay. Raises ApiError (400)."""
+    try:
+        asked_for = parse_seconds(keep_alive)
+    except ValueError as error:
+        raise ApiError(400, f"keep_alive: {error}", param="keep_alive") from error
+    most = model.settings.keep_alive
+    times = [time for time in (asked_for, most) if time is not None]
+    model.keep_alive = min(times, default=None)
+
+
+def _has(routes: Iterable[BaseRoute], scope: Scope, path: str) -> bool:
+    other = {**scope, "path": path, "root_path": ""}
+    return any(route.matches(other)[0] is not Match.NONE for route in routes)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, and then what the client does."""
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed

@@ -1,0 +1,324 @@
+"""One model of a pool: its engine and its routes while it is loaded, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from toolkit_lm.config import VllmConfig, options_of
+from toolkit_lm.errors import ConfigError, ToolkitError, nearest
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution import resolve_configured
+from toolkit_lm_server.health import Readiness
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.plugin_routes import check_names
+from toolkit_lm_server.threads import in_thread
+
+from toolkit_lm_model_pool.durations import parse_seconds
+from toolkit_lm_model_pool.need import Need, memory_of, need_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from toolkit_lm import AsyncLLM
+    from toolkit_lm.engine import EngineProcess
+    from toolkit_lm_server.keys import Keys
+    from toolkit_lm_serving.budget import Shares
+
+    from toolkit_lm_model_pool.entries import Entry
+
+logger = logging.getLogger(__name__)
+
+State = Literal["cold", "loading", "ready", "unloading", "failed"]
+_OF_SERVER = ("tool_call_parser", "reasoning_parser", "routes", "tokenizer_info")
+"""Options of the server that an entry may state for its model."""
+_HALF_LIFE = 60.0
+"""Seconds after which a use counts half."""
+_FIRST_BACKOFF = 0.5
+_MOST_BACKOFF = 60.0
+"""Most seconds from a failure to the next start, as `_FIRST_BACKOFF` is from the first failure."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The options of one model."""
+
+    config: VllmConfig
+    server: ServerOptions
+    keep_alive: float | None
+    """Seconds after which the idle model is unloaded. None: it stays."""
+
+
+def settings_of(
+    entry: Entry, config: VllmConfig, server: ServerOptions, keep_alive: float | None
+) -> Settings:
+    """The options of an entry, over those of the command line. Raises ConfigError, which names the
+    entry."""
+    own = {o.name: o for o in options_of(ServerOptions) if o.name in _OF_SERVER}
+    engine = {o.name for o in VllmConfig.options()} - {"model", "served_model_name"}
+    changed: dict[str, Any] = {}
+    of_server: dict[str, Any] = {}
+    try:
+        for key, value in entry.options.items():
+            name = str(key).replace("-", "_")
+            if name in own:
+                of_server[name] = own[name].convert(value, name)
+            elif name in engine:
+                changed[name] = value
+            else:
+                raise ConfigError(f"unknown option {name!r}. {nearest(name, {*own, *engine})}")
+        if changed.get("engine_process") is False:
+            raise ConfigError("engine_process must be on: each model has a process of its own.")
+        names = [entry.name, *entry.aliases]
+        made = config.replace(**changed).replace(
+            model=entry.checkpoint or entry.name, served_model_name=names, engine_process=True
+        )
+        if made.scheduler.scheduling_policy is None:
+            made = made.replace(scheduling_policy="fair")
+        options = msgspec.structs.replace(server, **of_server)
+    except ConfigError as error:
+        raise ConfigError(f"model {entry.name!r}: {error}") from error
+    own_time = keep_alive if entry.keep_alive is None else parse_seconds(entry.keep_alive)
+    return Settings(made, options, own_time)
+
+
+class PooledModel:
+    """A model of a pool. Only the event loop uses it, except for `prepare` and `close`."""
+
+    def __init__(self, entry: Entry, settings: Settings) -> None:
+        self.entry = entry
+        self.settings = settings
+        self.state: State = "cold"
+        self.reason = ""
+        """Reason of a failure."""
+        self.resolved: VllmConfig | None = None
+        self.need: Need | None = None
+        """Estimate of the memory. None: the checkpoint could not be read."""
+        self.measured = 0
+        """Most bytes that its processes were seen to take, and may take: 0 before the first
+        load."""
+        self.resident = 0
+        """Bytes at the last look."""
+        self.app: FastAPI | None = None
+        self.metrics: Metrics | None = None
+        self.engine: AsyncLLM | None = None
+        self.in_flight = 0
+        self.waiters: deque[tuple[float, asyncio.Future[None]]] = deque()
+        """Requests that wait for the model, with the time of their arrival."""
+        self.wanted_since: float | None = None
+        """Time from which the model is to be loaded without a request. None: it is not."""
+        self.leaving = False
+        """New requests wait: another model is to have the place."""
+        self.is_unwanted = False
+        """An operator has it unloaded."""
+        self.dropped = False
+        """No entry names it any more."""
+        self.keep_alive = settings.keep_alive
+        self.ready_since = self.last_used = 0.0
+        self.load_seconds = 0.0
+        self.wait_seconds = 0.0
+        """Seconds that requests have waited for it, altogether."""
+        self.num_loads = self.num_evictions = self.num_failures = 0
+        self.retry_at = 0.0
+        self._failed_in_row = 0
+        self._uses = 0.0
+        self._uses_at = 0.0
+        self._stack = AsyncExitStack()
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def charge(self) -> int:
+        """Bytes of the budget that the model takes, or would take."""
+        return self.measured or (0 if self.need is None else self.need.total)
+
+    @property
+    def holds(self) -> int:
+        """Bytes of the budget that it takes now."""
+        return self.charge if self.state in ("loading", "ready", "unloading") else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it could be unloaded at once."""
+        free = self.state == "ready" and self.in_flight == 0
+        return free and (self.leaving or not self.waiters)
+
+    @property
+    def since(self) -> float | None:
+        """Time from which somebody waits for the model. None: nobody does."""
+        times = [time for time in (self.wanted_since,) if time is not None]
+        return min([*times, self.waiters[0][0]] if self.waiters else times, default=None)
+
+    def used(self, now: float) -> None:
+        """Counts a use."""
+        self._uses = self._rate(now) + 1
+        self._uses_at = now
+
+    def worth(self, now: float) -> float:
+        """Worth of keeping the model: seconds of a reload x rate of use."""
+        return self.load_seconds * self._rate(now)
+
+    def _rate(self, now: float) -> float:
+        return float(self._uses * 0.5 ** ((now - self._uses_at) / _HALF_LIFE))
+
+    def prepare(self, budget: int) -> None:
+        """Reads the checkpoint's config and headers, and estimates the memory. A checkpoint that
+        cannot be read is a failure of this model. May be called from any thread.
+
+        Raises ConfigError for routes that there are not.
+        """
+        config = self.settings.config
+        plugins = Plugins.load(config.plugins)
+        check_names(plugins, self.settings.server.routes)
+        try:
+            self.resolved = resolve_configured(plugins.configure(config), plugins)
+        except ToolkitError as error:
+            self.reason = str(error)
+            return
+        finally:
+            plugins.close()
+        self.need = need_of(self.resolved, budget)
+
+    async def start(
+        self, keys: Keys | None, memory: Shares, process: EngineProcess | None = None
+    ) -> None:
+        """Starts the engine, waits until it is ready, and makes its routes. Raises the error that
+        keeps it from that; nothing is left then."""
+        started = time.monotonic()
+        self._stack = AsyncExitStack()
+        try:
+            await self._started(keys, memory, process)
+        except BaseException:
+            await self.stop()
+            raise
+        self.load_seconds = time.monotonic() - started
+        self.num_loads += 1
+
+    async def _started(
+        self, keys: Keys | None, memory: Shares, process: EngineProcess | None
+    ) -> None:
+        metrics = Metrics(model_name=self.name)
+        config = self._sized()
+
+        def make() -> AsyncLLM:
+            from toolkit_lm import AsyncLLM
+
+            plugins = Plugins.load(config.plugins)
+            plugins.add_listener(metrics.name, metrics.toolkit_event)
+            return AsyncLLM(config, plugins=plugins, wait=False, process=process)
+
+        def make_app(engine: AsyncLLM) -> FastAPI:
+            from toolkit_lm_server.app import create_app
+
+            options = self.settings.server
+            readiness = Readiness(engine)
+            return create_app(
+                engine,
+                options,
+                metrics=metrics,
+                readiness=readiness,
+                keys=keys,
+                memory=memory,
+            )
+
+        engine = self.engine = await asyncio.wrap_future(in_thread(make))
+        app = await asyncio.wrap_future(in_thread(lambda: make_app(engine)))
+        await self._stack.enter_async_context(app.router.lifespan_context(app))
+        await engine.wait_ready()
+        self.metrics = metrics
+        self.app = app
+
+    def _sized(self) -> VllmConfig:
+        """The config, with the size of the KV cache that the budget counts."""
+        config = self.settings.config
+        cache = config.cache
+        if self.need is None or not self.need.kv_cache or cache.num_kv_blocks is not None:
+            return config
+        return config.replace(kv_cache_memory=str(self.need.kv_cache))
+
+    async def stop(self) -> None:
+        """Ends the engine, and forgets its routes."""
+        engine = self.engine
+        self.app = self.metrics = None
+        try:
+            await self._stack.aclose()
+        except Exception:
+            logger.exception("model %r: its routes did not end well", self.name)
+        self.engine = None
+        self.resident = 0
+        if engine is not None:
+            await asyncio.wrap_future(in_thread(engine.close))
+            del engine
+            await asyncio.to_thread(gc.collect)
+
+    def close(self) -> None:
+        """Ends the engine. May be called from any thread."""
+        if (engine := self.engine) is not None:
+            with suppress(Exception):
+                engine.close()
+
+    def failed(self, error: object, now: float) -> None:
+        """Records a failure, and when the next start may be."""
+        self.state = "failed"
+        self.reason = str(error) or type(error).__name__
+        self.num_failures += 1
+        wait = min(_FIRST_BACKOFF * 2**self._failed_in_row, _MOST_BACKOFF)
+        self._failed_in_row = min(self._failed_in_row + 1, 10)
+        self.retry_at = now + wait
+
+    def succeeded(self) -> None:
+        """Forgets earlier failures: an answer has been given."""
+        self._failed_in_row = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the engine."""
+        engine: Any = self.engine
+        if engine is None:
+            return []
+        several = [state.pid for state in engine.engines]
+        client = getattr(getattr(engine, "engine", None), "client", None)
+        own = getattr(getattr(client, "process", None), "pid", None)
+        return [pid for pid in several or [own] if pid]
+
+    def measure(self) -> int:
+        """Bytes that its processes take now. It takes some milliseconds: not for the event
+        loop."""
+        return memory_of(self.pids)
+
+    def remember(self, resident: int, *, at_start: bool = False) -> None:
+        """Takes in what was measured. At the start no page of the KV cache may have been touched
+        yet: it counts besides."""
+        self.resident = resident
+        if self.settings.config.device.device not in ("auto", "cpu") or not resident:
+            return
+        engine = self.engine
+        lazy = 0
+        if at_start and engine is not None:
+            pools = engine.processor.limits.kv_cache.pools
+            lazy = sum(pool.block_bytes * pool.num_blocks for pool in pools)
+            self.measured = 0
+        self.measured = max(self.measured, resident + lazy)
+
+    def facts(self) -> Mapping[str, Any]:
+        """State and figures, for people and clients."""
+        return {
+            "state": self.state,
+            "reason": self.reason or None,
+            "bytes_needed": self.charge or None,
+            "bytes_resident": self.resident,
+            "requests_in_flight": self.in_flight,
+            "requests_waiting": len(self.waiters),
+            "loads": self.num_loads,
+            "evictions": self.num_evictions,
+            "failures": self.num_failures,
+            "pinned": self.entry.pin,
+        }

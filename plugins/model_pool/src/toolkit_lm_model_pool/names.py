@@ -1,0 +1,128 @@
+"""The model that a request names: in its body, its form, or its query."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET, Struct, UnsetType
+from toolkit_lm.errors import nearest
+from toolkit_lm_server.caller import CALLER
+from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.json_body import Bodies, JsonRequest
+
+if TYPE_CHECKING:
+    from toolkit_lm_model_pool.model import PooledModel
+
+_TAG = ":latest"
+"""The tag that Ollama's clients add."""
+_MOST_NAMES = 50
+"""Most names that an error lists."""
+_BOUNDARY = re.compile(r'boundary="?([^";\s]{1,200})"?', re.IGNORECASE)
+_FIELD = re.compile(rb'name="?model"?(?:[;\r]|$)', re.IGNORECASE)
+
+
+class _Named(Struct):
+    """The fields of a body that say something to a pool."""
+
+    model: Any = UNSET
+    name: Any = UNSET
+    keep_alive: Any = UNSET
+
+
+class Asked(Struct, frozen=True):
+    """What a request says to a pool."""
+
+    model: str | None
+    """The model's name. None: it names none."""
+    keep_alive: object = None
+    """Ollama's field. None: the body has none."""
+
+
+async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
+    """What a request with this body asks for. Raises ApiError (400)."""
+    query = request.query_params.get("model")
+    kind = request.headers.get("content-type", "")
+    if not body:
+        return Asked(query)
+    if kind.lower().startswith("multipart/form-data"):
+        return Asked(_of_form(body, kind) or query)
+    try:
+        named = msgspec.json.decode(body, type=_Named)
+        found: Mapping[str, Any] = {
+            "model": named.model,
+            "name": named.name,
+            "keep_alive": named.keep_alive,
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = await _parsed(request, body, bodies)
+    name = found.get("model", UNSET)
+    if name in (UNSET, None) and request.url.path.startswith("/api/"):
+        name = found.get("name", UNSET)
+    if not isinstance(name, str | UnsetType | None):
+        raise ApiError(400, "Invalid value for 'model': it must be a text.", param="model")
+    keep_alive = found.get("keep_alive", UNSET)
+    return Asked(
+        name if isinstance(name, str) else query, None if keep_alive is UNSET else keep_alive
+    )
+
+
+async def _parsed(request: Request, body: bytes, bodies: Bodies) -> Mapping[str, Any]:
+    """The body's JSON, by the server's own reading of it. Empty for other values than objects."""
+    try:
+        read = await JsonRequest(request, body, bodies).json()
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "The body is not valid JSON: it cannot be parsed.") from error
+    return read if isinstance(read, dict) else {}
+
+
+def _of_form(body: bytes, kind: str) -> str | None:
+    """The field `model` of a form with several parts."""
+    match = _BOUNDARY.search(kind)
+    if match is None:
+        return None
+    for part in body.split(b"--" + match[1].encode(errors="surrogateescape")):
+        head, _, value = part.partition(b"\r\n\r\n")
+        if len(head) < 1024 and len(value) < 1024 and _FIELD.search(head):
+            return value.removesuffix(b"\r\n").decode(errors="replace")
+    return None
+
+
+def may_use(model: PooledModel) -> bool:
+    """Whether the caller's key may see and use a model."""
+    return CALLER.get().may_use_model((model.name, *model.entry.aliases))
+
+
+def find(models: Mapping[str, PooledModel], name: str | None) -> PooledModel:
+    """The model of a name. A request that names none gets the only one. Raises ApiError (404) with
+    the nearest names, and (400)."""
+    known = {
+        other: model for model in models.values() if may_use(model) for other in model.entry.names
+    }
+    if name is None:
+        if len(models) == 1 and known:
+            return next(iter(known.values()))
+        shown = ", ".join(map(repr, list(known)[:_MOST_NAMES]))
+        raise ApiError(
+            400,
+            "You must provide the parameter 'model', in the body or as ?model=NAME. This server "
+            f"has {shown}.",
+            param="model",
+            code="missing_required_parameter",
+        )
+    found = known.get(name) or known.get(name.removesuffix(_TAG))
+    if found is None:
+        shown = printable(name)
+        raise ApiError(
+            404,
+            f"The model {shown!r} does not exist. {nearest(shown, list(known)[:1000])}",
+            param="model",
+            code="model_not_found",
+        )
+    return found

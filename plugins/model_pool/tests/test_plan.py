@@ -1,0 +1,144 @@
+"""Which model is loaded, and which ones make room."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from toolkit_lm.config import VllmConfig
+from toolkit_lm_model_pool.entries import made_entry
+from toolkit_lm_model_pool.model import PooledModel, settings_of
+from toolkit_lm_model_pool.plan import make_plan
+from toolkit_lm_server.options import ServerOptions
+
+
+def model(name, size, state="cold", *, waits=None, busy=0, ready=0.0, pin=False, uses=0):
+    made = made_entry(name)
+    entry = type(made)(name=name, pin=pin)
+    pooled = PooledModel(entry, settings_of(entry, VllmConfig.make(), ServerOptions(), None))
+    pooled.measured = size
+    pooled.state = state
+    pooled.in_flight = busy
+    pooled.ready_since = ready
+    pooled.load_seconds = 1.0
+    for _ in range(uses):
+        pooled.used(99.0)
+    if waits is not None:
+        pooled.waiters.append((waits, SimpleNamespace()))
+    return pooled
+
+
+def planned(*models, budget=10, turn=2.0, now=100.0):
+    plan = make_plan(models, budget, turn, now)
+    return tuple("".join(one.name for one in part) for part in (plan.load, plan.evict, plan.leave))
+
+
+def test_what_fits_is_loaded_in_the_order_of_arrival():
+    assert planned(model("a", 6, waits=3.0), model("b", 4, waits=2.0)) == ("ba", "", "")
+    assert planned(model("a", 6, waits=3.0), model("b", 5, waits=2.0))[0] == "b"
+    assert planned(model("a", 6), model("b", 5)) == ("", "", "")
+
+
+def test_the_idle_one_of_least_worth_makes_room():
+    rare = model("r", 5, "ready", uses=1)
+    often = model("o", 5, "ready", uses=5)
+    assert planned(rare, often, model("n", 5, waits=1.0)) == ("", "r", "")
+    often.load_seconds = 0.1
+    assert planned(rare, often, model("n", 5, waits=1.0)) == ("", "o", "")
+    # A larger one needs both.
+    assert set(planned(rare, often, model("n", 9, waits=1.0))[1]) == {"r", "o"}
+
+
+def test_pinned_running_and_new_ones_stay():
+    new = model("n", 5, waits=1.0)
+    assert planned(model("p", 10, "ready", pin=True), new) == ("", "", "")
+    assert planned(model("y", 10, "ready", ready=99.0), new) == ("", "", "")
+    assert planned(model("b", 10, "ready", busy=1, ready=99.0), new) == ("", "", "")
+    assert planned(model("l", 10, "loading"), new) == ("", "", "")
+
+
+def test_a_busy_one_that_had_its_turn_takes_no_new_requests_and_then_goes():
+    busy = model("b", 10, "ready", busy=1)
+    new = model("n", 5, waits=1.0)
+    assert planned(busy, new) == ("", "", "b")
+    busy.leaving = True
+    busy.waiters.append((50.0, SimpleNamespace()))
+    busy.in_flight = 0
+    assert planned(busy, new) == ("", "b", "")
+    # It comes back in its turn: the other one has been served longer.
+    busy.state = "cold"
+    new.waiters.clear()
+    new.state = "ready"
+    new.in_flight = 1
+    assert planned(busy, new, now=102.0) == ("", "", "n")
+
+
+def test_nothing_is_evicted_in_vain():
+    """What is free after all evictions would not do."""
+    models = [
+        model("i", 4, "ready"),
+        model("y", 6, "ready", ready=99.0),
+        model("n", 9, waits=1.0),
+    ]
+    assert planned(*models) == ("", "", "")
+
+
+def test_a_later_one_takes_only_what_the_first_leaves():
+    running = model("r", 6, "ready", busy=1)
+    first = model("f", 8, waits=1.0)
+    assert planned(running, first, model("s", 2, waits=2.0)) == ("s", "", "r")
+    assert planned(running, first, model("s", 3, waits=2.0)) == ("", "", "r")
+
+
+def test_one_that_can_never_fit_keeps_nobody():
+    pinned = model("p", 4, "ready", pin=True)
+    assert planned(pinned, model("x", 7, waits=1.0), model("s", 3, waits=2.0)) == ("s", "", "")
+
+
+def test_room_that_is_coming_is_counted():
+    going = model("g", 10, "unloading")
+    idle = model("i", 0, "ready")
+    assert planned(going, idle, model("n", 9, waits=1.0)) == ("", "", "")
+
+
+def test_a_failed_one_waits_for_its_time():
+    failed = model("f", 5, "failed", waits=1.0)
+    failed.retry_at = 101.0
+    assert planned(failed) == ("", "", "")
+    assert planned(failed, now=101.5) == ("f", "", "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_exceeds_the_budget_and_nobody_starves(seed):
+    """A random course: everybody is served in the end, and the sum never exceeds the budget."""
+    rng = random.Random(seed)
+    models = [model(f"m{number}", rng.randint(1, 10)) for number in range(6)]
+    served = dict.fromkeys((one.name for one in models), 0)
+    for now in range(2000):
+        for one in models:
+            if rng.random() < 0.3 and now < 300:
+                one.waiters.append((float(now), SimpleNamespace()))
+            if one.state == "ready" and not one.leaving:
+                served[one.name] += len(one.waiters)
+                one.in_flight += len(one.waiters)
+                one.waiters.clear()
+            if one.in_flight and rng.random() < 0.5:
+                one.in_flight -= 1
+            if one.state == "unloading":
+                one.state = "cold"
+                one.leaving = False
+            if one.state == "loading":
+                one.state = "ready"
+                one.ready_since = float(now)
+        plan = make_plan(models, 10, 2.0, float(now))
+        for one in models:
+            one.leaving = one in plan.leave
+        for one in plan.evict:
+            assert one.in_flight == 0
+            one.state = "unloading"
+        for one in plan.load:
+            one.state = "loading"
+        assert sum(one.holds for one in models) <= 10
+    assert all(served.values())
+    assert not any(one.waiters for one in models)
