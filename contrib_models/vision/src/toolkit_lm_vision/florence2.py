@@ -106,8 +106,8 @@ class Florence2ForConditionalGeneration(Model):
     def encode(
         self, input_ids: Tensor, positions: Tensor, *, features: Sequence[Tensor] = ()
     ) -> Tensor:
-        """As HasEncoder's. `features` are pixels [1, channels, height, width] or embeddings [n, H]
-        of the pictures: of each sequence that has image tokens, in order."""
+        """States [T, H] of prompts. `features` are pixels [1, channels, height, width] or
+        embeddings [n, H] of the pictures: of each sequence that has image tokens, in order."""
         x = self.embed_input_ids(input_ids)
         if features:
             embeds = torch.cat(self._embedded(features))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
-    ColumnParallelLinear,
     LayerNorm,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit_lm_vision.florence2_shape import DaViTShape, Stage
+from toolkit_lm_vision.towers import VisionMLP
 
 
 def _windows(x: Tensor, side: int) -> Tensor:
@@ -35,22 +35,21 @@ def _places(windows: Tensor, count: int, height: int, width: int, side: int) -> 
     return tiles.transpose(2, 3).reshape(count, height, width, -1)
 
 
-class WindowAttention(nn.Module):
-    """x [N, height, width, C], residual [N * height * width, C] -> residual + attention(x), within
-    squares of `window` places. Zeros fill the last ones, and are seen."""
+class DaViTAttention(nn.Module):
+    """Base of both kinds of attention: the projections of a stage's channels, in `heads` parts."""
 
     def __init__(
-        self, shape: DaViTShape, stage: Stage, *, vllm_config: VllmConfig, prefix: str
+        self, shape: DaViTShape, stage: Stage, heads: int, *, vllm_config: VllmConfig, prefix: str
     ) -> None:
         super().__init__()
         size = stage.channels
         self.window = shape.window
-        self.head_size = size // stage.num_heads
+        self.head_size = size // heads
         self.qkv = QKVParallelLinear(
             size,
             self.head_size,
-            stage.num_heads,
-            stage.num_heads,
+            heads,
+            heads,
             bias=shape.has_qkv_bias,
             vllm_config=vllm_config,
             prefix=join(prefix, "qkv"),
@@ -58,6 +57,11 @@ class WindowAttention(nn.Module):
         self.proj = RowParallelLinear(
             size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "proj")
         )
+
+
+class WindowAttention(DaViTAttention):
+    """x [N, height, width, C], residual [N * height * width, C] -> residual + attention(x), within
+    squares of `window` places. Zeros fill the last ones, and are seen."""
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         side = self.window
@@ -75,64 +79,19 @@ class WindowAttention(nn.Module):
         return out
 
 
-class ChannelAttention(nn.Module):
+class ChannelAttention(DaViTAttention):
     """x [N, places, C], residual [N * places, C] -> residual + attention(x), of channels to those
     of their group: all places of a channel are its vector."""
-
-    def __init__(
-        self, shape: DaViTShape, stage: Stage, *, vllm_config: VllmConfig, prefix: str
-    ) -> None:
-        super().__init__()
-        size = stage.channels
-        self.group_size = size // stage.num_groups
-        self.qkv = QKVParallelLinear(
-            size,
-            self.group_size,
-            stage.num_groups,
-            stage.num_groups,
-            bias=shape.has_qkv_bias,
-            vllm_config=vllm_config,
-            prefix=join(prefix, "qkv"),
-        )
-        self.proj = RowParallelLinear(
-            size, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "proj")
-        )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         count, num_places, _ = x.shape
         q, k, v = (
-            part.view(count, num_places, -1, self.group_size).permute(0, 2, 3, 1)
+            part.view(count, num_places, -1, self.head_size).permute(0, 2, 3, 1)
             for part in self.qkv(x.flatten(0, 1)).chunk(3, dim=-1)
         )
         scores = (q * num_places**-0.5) @ k.transpose(2, 3)
         seen = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
         out: Tensor = self.proj(seen.permute(0, 3, 1, 2).reshape(count * num_places, -1), residual)
-        return out
-
-
-class DaViTMLP(nn.Module):
-    """x [T, C] -> residual + feed-forward(x) [T, C]."""
-
-    def __init__(
-        self, shape: DaViTShape, stage: Stage, *, vllm_config: VllmConfig, prefix: str
-    ) -> None:
-        super().__init__()
-        size = stage.channels
-        inner = int(size * shape.mlp_ratio)
-        self.fc1 = ColumnParallelLinear(
-            size,
-            inner,
-            bias=True,
-            activation=shape.activation,
-            vllm_config=vllm_config,
-            prefix=join(prefix, "fc1"),
-        )
-        self.fc2 = RowParallelLinear(
-            inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "fc2")
-        )
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x), residual)
         return out
 
 
@@ -150,7 +109,13 @@ class DaViTBlock(nn.Module):
         self.norm1 = LayerNorm(size, dtype=dtype)
         self.conv2 = nn.Conv2d(size, size, 3, padding=1, groups=size, dtype=dtype)
         self.norm2 = LayerNorm(size, dtype=dtype)
-        self.ffn = DaViTMLP(shape, stage, vllm_config=vllm_config, prefix=join(prefix, "ffn"))
+        self.ffn = VisionMLP(
+            size,
+            int(size * shape.mlp_ratio),
+            shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "ffn"),
+        )
 
     def attend(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [N, height, width, C], residual [T, C] -> residual + attention(x) [T, C]."""
@@ -173,7 +138,11 @@ class SpatialBlock(DaViTBlock):
     ) -> None:
         super().__init__(shape, stage, vllm_config=vllm_config, prefix=prefix)
         self.window_attn = WindowAttention(
-            shape, stage, vllm_config=vllm_config, prefix=join(prefix, "window_attn")
+            shape,
+            stage,
+            stage.num_heads,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "window_attn"),
         )
 
     def attend(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -189,7 +158,11 @@ class ChannelBlock(DaViTBlock):
     ) -> None:
         super().__init__(shape, stage, vllm_config=vllm_config, prefix=prefix)
         self.channel_attn = ChannelAttention(
-            shape, stage, vllm_config=vllm_config, prefix=join(prefix, "channel_attn")
+            shape,
+            stage,
+            stage.num_groups,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "channel_attn"),
         )
 
     def attend(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -66,15 +66,15 @@ class VisionAttention(nn.Module):
 class VisionMLP(nn.Module):
     """x [T, H] -> residual + feed-forward(x) [T, H]."""
 
-    def __init__(self, shape: VisionShape, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, size: int, inner: int, activation: str, *, vllm_config: VllmConfig, prefix: str
+    ) -> None:
         super().__init__()
-        size = shape.hidden_size
-        inner = shape.inner_size
         self.fc1 = ColumnParallelLinear(
             size,
             inner,
             bias=True,
-            activation=shape.activation,
+            activation=activation,
             vllm_config=vllm_config,
             prefix=join(prefix, "fc1"),
         )
@@ -98,7 +98,13 @@ class VisionLayer(nn.Module):
             shape, vllm_config=vllm_config, prefix=join(prefix, "self_attn")
         )
         self.layer_norm2 = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=dtype)
-        self.mlp = VisionMLP(shape, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
+        self.mlp = VisionMLP(
+            shape.hidden_size,
+            shape.inner_size,
+            shape.activation,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "mlp"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.self_attn(self.layer_norm1(x), x)
