@@ -18,15 +18,12 @@ from toolkit_lm.model import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
+from toolkit_lm_hybrid.delta_rule import DeltaRule
+from toolkit_lm_hybrid.mixer import CausalConv, head_parameter
 from toolkit_lm_hybrid.norm import GatedRMSNorm
-from toolkit_lm_hybrid.recurrence import attend, heads_of
-
-_EPS = 1e-6
-"""Epsilon of the norms of queries and keys."""
 
 
-class GatedDeltaNet(RecurrentMixer):
+class GatedDeltaNet(DeltaRule):
     """x [T, H] -> [T, H], with the projections of Qwen3.5. Head counts are this rank's."""
 
     beta_scale = 1.0
@@ -116,26 +113,11 @@ class GatedDeltaNet(RecurrentMixer):
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
         qkv, b, a = inputs
-        out.zero_()
         beta = b.float().sigmoid()
         if self.beta_scale != 1:
             beta *= self.beta_scale
         decay = torch.exp(-self.A_log.exp() * F.softplus(a.float() + self.dt_bias))
-        for rows, (windows, states) in self.steps():
-            mixed = self.conv1d(qkv, windows, rows)
-            q, k, v = torch.split(mixed, self.sizes, dim=-1)
-            attend(
-                self.kernels,
-                heads_of(q, self.num_groups),
-                heads_of(k, self.num_groups),
-                heads_of(v, self.num_heads),
-                decay,
-                beta,
-                eps=_EPS,
-                ring=states,
-                rows=rows,
-                out=out,
-            )
+        self.apply_rule(qkv, decay, beta, out)
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):

@@ -20,15 +20,12 @@ from toolkit_lm.model import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
+from toolkit_lm_hybrid.delta_rule import DeltaRule
+from toolkit_lm_hybrid.mixer import CausalConv, head_parameter
 from toolkit_lm_hybrid.norm import GatedRMSNorm
-from toolkit_lm_hybrid.recurrence import attend, heads_of
-
-_EPS = 1e-6
-"""Epsilon of the norms of queries and keys."""
 
 
-class KimiDeltaAttention(RecurrentMixer):
+class KimiDeltaAttention(DeltaRule):
     """x [T, H] -> [T, H]. Head counts are this rank's."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
@@ -58,7 +55,8 @@ class KimiDeltaAttention(RecurrentMixer):
         self.g_a_proj = replicated("g_a_proj")
         self.g_b_proj = column(self.head_size, size, "g_b_proj")
         self.o_proj = RowParallelLinear(size, hidden_size, prefix=join(prefix, "o_proj"), **options)
-        self.num_heads = share.size
+        self.num_heads = self.num_groups = share.size
+        self.sizes = [channels.size] * 3
         self.conv1d = CausalConv(
             (channels, channels, channels),
             config.get("linear_conv_kernel_dim", int, 4),
@@ -95,21 +93,6 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
         qkv, b, faded = inputs
-        out.zero_()
-        beta = b.float().sigmoid()
         steps = F.softplus(faded.float() + self.dt_bias).view(out.shape)
         decay = torch.exp(-self.A_log[0].exp() * steps)
-        for rows, (windows, states) in self.steps():
-            q, k, v = self.conv1d(qkv, windows, rows).chunk(3, dim=-1)
-            attend(
-                self.kernels,
-                heads_of(q, self.num_heads),
-                heads_of(k, self.num_heads),
-                heads_of(v, self.num_heads),
-                decay,
-                beta,
-                eps=_EPS,
-                ring=states,
-                rows=rows,
-                out=out,
-            )
+        self.apply_rule(qkv, decay, b.float().sigmoid(), out)
