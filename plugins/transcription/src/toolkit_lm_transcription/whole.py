@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """What a model hears, by its rules for prompts. Their class says `hears`: {"audio": samples,
-    "sampling_rate": hertz} is a prompt of its encoder. It says `draws` if its text is drawn."""
+    """A model that hears recordings whole, by its rules for prompts. Their class says `hears`:
+    {"audio": samples, "sampling_rate": hertz} is a prompt of its encoder. It says `draws` if its
+    text is drawn."""
 
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
         """Raises ToolkitError for a model that does not hear."""

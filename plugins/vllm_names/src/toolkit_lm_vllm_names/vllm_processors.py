@@ -35,7 +35,7 @@ class MoveDirectionality(Enum):
 
 
 class BatchUpdate(NamedTuple):
-    """What has changed in a batch: indices that went, (index, params, prompt ids, output ids) that
+    """Changes of a batch: indices that went, (index, params, prompt ids, output ids) that
     came, (from, to, direction) that moved, in this order."""
 
     batch_size: int
