@@ -3,10 +3,13 @@ exist."""
 
 from __future__ import annotations
 
+import http.server
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import kubernetes_validate
@@ -23,6 +26,7 @@ DEPLOY = Path(__file__).parents[1] / "deploy"
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
 UNITS = sorted(DEPLOY.glob("systemd/*.service"))
 COMPOSE = DEPLOY / "compose.yaml"
+ENTRYPOINT = DEPLOY / "entrypoint.sh"
 OPTIONS = [*VllmConfig.options(), *options_of(ServerOptions)]
 
 
@@ -88,7 +92,9 @@ def test_systemd_takes_the_units(unit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", [DEPLOY / "Dockerfile", COMPOSE, *MANIFESTS, *UNITS], ids=lambda path: path.name
+    "path",
+    [DEPLOY / "Dockerfile", ENTRYPOINT, COMPOSE, *MANIFESTS, *UNITS],
+    ids=lambda path: path.name,
 )
 def test_variables_and_flags_are_options(path):
     text = path.read_text()
@@ -123,7 +129,7 @@ def test_probes_are_routes_for_polls():
         ("liveness", "/live"),
         ("readiness", "/ready"),
     }
-    assert "/health" in COMPOSE.read_text()
+    assert "/health" in ENTRYPOINT.read_text()
     assert {"/live", "/ready", "/health"} <= set(POLLS)
 
 
@@ -151,3 +157,152 @@ def test_there_are_as_many_nodes_as_the_server_says():
         int(container["resources"]["limits"]["nvidia.com/gpu"]) * int(values["TOOLKIT_LM_NODES"])
         == ranks
     )
+
+
+def stages() -> dict[str, tuple[str, str]]:
+    """Name of a stage of the Dockerfile -> the one it is made from, and its text."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    parts = re.split(r"(?m)^FROM (\S+) AS (\S+)$", text)[1:]
+    return {
+        name: (source, body)
+        for source, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    }
+
+
+@pytest.mark.parametrize(("target", "compilers"), [("cpu", set()), ("cuda", {"gcc"})])
+def test_an_image_has_no_compilers_but_what_triton_needs(target, compilers):
+    found = stages()
+    text = ""
+    name = target
+    while name in found:
+        name, body = found[name]
+        text += body
+    assert (
+        set(re.findall(r"(?<![\w-])(gcc|g\+\+|clang|build-essential|cmake|git)\b", text))
+        == compilers
+    )
+    assert "pip install" not in text and f"COPY --from=for-{target}" in text
+    assert "HEALTHCHECK" in text and re.search(r"(?m)^USER 10001$", text)
+    assert "TOOLKIT_LM_HOST" not in text
+    assert not re.search(r"(?i)(?:ENV|ARG) .*(?:key|token|password)", text)
+
+
+def test_torch_comes_from_one_index_that_an_argument_names():
+    found = stages()
+    assert [name for name, (_, body) in found.items() if "ARG TORCH_INDEX" in body] == ["installer"]
+    for target in ("for-cpu", "for-cuda"):
+        source, body = found[target]
+        assert source == "installer" and "-c /torch.txt" in body
+
+
+def test_the_context_has_what_the_stages_copy():
+    """The ignore file leaves out all but what it names."""
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    assert ignored[0] == "*"
+    named = {line[1:] for line in ignored if line.startswith("!")}
+    needed = {"constraints.txt", "deploy/distributions.py", "deploy/entrypoint.sh", "README.md"}
+    folders = {"core", "libs", "plugins", "contrib_models", "contrib_backends"}
+    assert needed | folders | {"pyproject.toml", "LICENSE"} <= named
+    assert [name for name in sorted(named) if not (DEPLOY.parent / name).exists()] == []
+
+
+@pytest.fixture
+def image(tmp_path):
+    """image(*command, **environ): the entrypoint with a `toolkit` that shows what it was given."""
+    shown = tmp_path / "toolkit"
+    shown.write_text('#!/bin/sh\necho "$@" on "${TOOLKIT_LM_HOST:-its default}"\n')
+    shown.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        words = ["sh", str(ENTRYPOINT), *command]
+        return subprocess.run(
+            words, env={"PATH": path, **environ}, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "environ", "host"),
+    [
+        (["serve", "tiny"], {"TOOLKIT_LM_API_KEY": "secret"}, "0.0.0.0"),
+        (["serve"], {"TOOLKIT_LM_API_KEYS_FILE": "/keys.yaml"}, "0.0.0.0"),
+        (["render", "tiny", "--api-keys-file=k"], {}, "0.0.0.0"),
+        (["serve", "--api-key", "a b"], {"TOOLKIT_LM_HOST": "::"}, "::"),
+        (["serve"], {"TOOLKIT_LM_HOST": "0.0.0.0"}, "0.0.0.0"),
+        (["worker", "--node-rank", "1"], {}, "its default"),
+        (["plugins", "list"], {}, "its default"),
+    ],
+)
+def test_an_image_serves_others_with_a_key(image, command, environ, host):
+    found = image(*command, **environ)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == f"{' '.join(command)} on {host}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "render"])
+@pytest.mark.parametrize("environ", [{}, {"TOOLKIT_LM_API_KEY": ""}])
+def test_an_image_without_a_key_does_not_serve(image, command, environ):
+    found = image(command, "--api-key-like", **environ)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("error: without a key") and "TOOLKIT_LM_API_KEY," in found.stderr
+
+
+def test_the_health_check_of_an_image(image):
+    status = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status[0] if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        port = str(server.server_address[1])
+        try:
+            assert image("healthcheck", TOOLKIT_LM_PORT=port).returncode == 0
+            status[0] = 503
+            found = image("healthcheck", TOOLKIT_LM_PORT=port)
+            assert found.returncode == 1 and "503" in found.stderr
+        finally:
+            server.shutdown()
+    found = image("healthcheck", TOOLKIT_LM_PORT=port)
+    assert found.returncode == 1 and f"http://127.0.0.1:{port}/health" in found.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_steps_of_an_image_run_in_its_context(tmp_path):
+    """What a stage runs, in a folder that has what the context has, and an environment of its own.
+    Packages of others are those of this environment: `pip check` of what is installed is in
+    test_installed.py."""
+    context = tmp_path / "src"
+    lines = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    named = tuple(line[1:] for line in lines if line.startswith("!"))
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=DEPLOY.parent, capture_output=True, check=True
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        inside = name in named or name.split("/")[0] in named
+        if inside and "tests" not in name.split("/"):
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(DEPLOY.parent / name, context / name)
+    wheels = tmp_path / "wheels"
+    [step] = re.findall(r"python deploy/distributions\.py --to /wheels", stages()["wheels"][1])
+    words = step.replace("/wheels", str(wheels)).split()[1:]
+    done = subprocess.run([sys.executable, *words], cwd=context, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for target in ("for-cpu", "for-cuda"):
+        [asked] = re.findall(r'"(toolkit-lm\[.*?)"', stages()[target][1])
+        pip = [sys.executable, "-m", "pip", "install", "--target", tmp_path / target, "--no-deps"]
+        offline = ["--quiet", "--no-index", "--find-links", wheels]
+        found = tool(*pip, *offline, asked)
+        assert found.returncode == 0, found.stderr
+        extras = asked.partition("[")[2].partition("]")[0].split(",")
+        distribution = "toolkit_lm_{}-*.whl"
+        for extra in set(extras) - {"cuda"}:
+            assert list(wheels.glob(distribution.format(extra))), extra
