@@ -114,18 +114,19 @@ def visit(browser) -> Iterator:
 
 @pytest.fixture(scope="module")
 def module(browser, tiny):
-    """module(name, function, argument): {value} or {error} of a function in a file of the page."""
+    """module(name, function, *arguments): {value} or {error} of a function in a file of the
+    page."""
     page = browser.new_page()
     page.goto(f"{tiny}/")
 
-    def call(name: str, function: str, argument: object) -> dict:
+    def call(name: str, function: str, *arguments: object) -> dict:
         return page.evaluate(
-            """async ([name, fn, argument]) => {
+            """async ([name, fn, ...all]) => {
                 const module = await import(`/ui/${name}.js`);
-                try { return { value: await module[fn](argument) }; }
+                try { return { value: await module[fn](...all) }; }
                 catch (error) { return { error: error.message }; }
             }""",
-            [name, function, argument],
+            [name, function, *arguments],
         )
 
     yield call

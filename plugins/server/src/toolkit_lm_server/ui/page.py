@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from toolkit_lm_server.watched import Watched
 
 _MOST_ONLOOKERS = 8
+_OF_ALL_TEMPLATES = {
+    *("messages", "documents", "add_generation_prompt", "continue_final_message"),
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    *("raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner"),
+    *("namespace", "loop"),
+}
+"""Names in chat templates that no client sets."""
+_MOST_NAMES = 64
 
 
 class Page:
@@ -114,6 +122,7 @@ def _described(engine: ServingEngine | None) -> dict[str, Any]:
     config = engine.config
     rules = engine.renderer.rules
     checkpoint = config.checkpoint
+    names = engine.renderer.template_names
     model = {
         "name": config.served_model_name,
         "architecture": None if checkpoint is None else checkpoint.architecture,
@@ -125,6 +134,9 @@ def _described(engine: ServingEngine | None) -> dict[str, Any]:
         "block_size": config.cache.block_size,
         "takes_images": rules is not None and "image" in rules.modalities,
         "takes_audio": rules is not None and "audio" in rules.modalities,
+        "template_reads": None
+        if names is None
+        else sorted(names - _OF_ALL_TEMPLATES)[:_MOST_NAMES],
     }
     # Why one is broken may name files: `toolkit plugins list` tells that.
     known = engine.plugins.infos

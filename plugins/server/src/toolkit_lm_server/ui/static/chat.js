@@ -4,6 +4,9 @@ import * as attachments from "./attachments.js";
 import { addTurn, choose, newConversation, pathTo, shownPath } from "./branches.js";
 import * as conversations from "./conversations.js";
 import { $, announce, ask, count, duration, element, events, failure } from "./dom.js";
+import { takeCalls } from "./calls.js";
+import { fit as fitFormat, format } from "./format.js";
+import { chosenModel, list as listModels, showContext } from "./models.js";
 import { requestFor } from "./request.js";
 import { settings } from "./settings.js";
 import { viewOf } from "./turns.js";
@@ -28,6 +31,8 @@ export function serve(served) {
   const same = model?.name === served.name;
   model = served;
   attachments.allow({ image: model.takes_images, audio: model.takes_audio });
+  if (!same) fitFormat({ reads: model.template_reads });
+  listModels(model);
   fitToMode();
   if (!same && !shownPath(conversation).length) begin();
   if (waits) $("composer").requestSubmit();
@@ -56,6 +61,7 @@ function fitToMode() {
     $(`mode-${name}`).setAttribute("aria-pressed", name === mode);
   $("input").placeholder = mode === "chat" ? "Ask something" : "Text for the model to go on with";
   $("attach").hidden = mode === "text" || !model;
+  $("format").hidden = mode === "text";
   if (mode === "text") attachments.taken();
 }
 
@@ -65,6 +71,19 @@ function show() {
   const path = shownPath(conversation);
   $("messages").replaceChildren(...(path.length ? [] : [welcome()]));
   for (const turn of path) append(turn);
+  showContext(path.at(-1)?.tokens ?? 0);
+}
+
+/** What the next request says, or null with a complaint where a box is not as it must be. */
+function setup() {
+  const { system, params } = settings();
+  try {
+    const asked = mode === "chat" ? format() : {};
+    return { model: chosenModel(), system, params: { ...params, ...asked } };
+  } catch (error) {
+    complain(error.message);
+    return null;
+  }
 }
 
 function welcome() {
@@ -123,7 +142,7 @@ function toEnd(always) {
 /** What buttons of a turn do. While an answer is written, they do nothing. */
 const does = {
   edit(turn, text) {
-    if (running) return;
+    if (running || !setup()) return;
     const { role, attachments: files } = turn;
     const parent = conversation.turns.find((other) => other.id === turn.parent) ?? null;
     addTurn(conversation, parent, { role, text, ...(files ? { attachments: files } : {}) });
@@ -137,7 +156,16 @@ const does = {
     answer(pathTo(conversation, parent));
   },
   goOn(turn) {
-    if (!running) answer(pathTo(conversation, turn), turn);
+    if (running) return;
+    if (setup()?.params.response_format)
+      complain("JSON schema: an answer that follows one is not continued. Ask for another.");
+    else answer(pathTo(conversation, turn), turn);
+  },
+  /** The user's results of a turn's calls: {id, text}. */
+  returned(turn, results) {
+    if (running || !setup()) return;
+    addTurn(conversation, turn, { role: "tool", text: "", results });
+    answer();
   },
   choose(turn) {
     if (running) return;
@@ -206,6 +234,12 @@ $("composer").addEventListener("submit", (event) => {
   }
   const text = $("input").value;
   if (!text.trim() && !attachments.waiting()) return;
+  const last = shownPath(conversation).at(-1);
+  if (last?.calls?.length && !last.error) {
+    complain("The model waits for its tools: send their results, or ask for another answer.");
+    return;
+  }
+  if (!setup()) return;
   $("input").value = "";
   fit();
   send(text);
@@ -229,10 +263,9 @@ function busy(is) {
 
 /** Has the model answer the last turn of a path, or go on with it where `begun` is that turn. */
 async function answer(path = shownPath(conversation), begun = null) {
-  const asked = requestFor(conversation, path, begun !== null, {
-    model: model.name,
-    ...settings(),
-  });
+  const stated = setup();
+  if (!stated) return;
+  const asked = requestFor(conversation, path, begun !== null, stated);
   const turn =
     begun ?? addTurn(conversation, path.at(-1), { role: "assistant", text: "", thoughts: "" });
   const mine = conversation;
@@ -252,8 +285,13 @@ async function answer(path = shownPath(conversation), begun = null) {
   if (figures.error && begun) complain(figures.error);
   else if (figures.error) turn.error = figures.error;
   turn.facts = factsOf(figures);
+  if (stated.params.response_format && !turn.error)
+    turn.facts.push(isJson(turn.text) ? "JSON" : "not whole JSON");
+  const { usage } = figures;
+  if (usage) turn.tokens = usage.prompt_tokens + usage.completion_tokens;
   if (mine === conversation) {
     views.get(turn.id)?.paint();
+    showContext(turn.tokens ?? 0);
     announce(turn.error ?? turn.text.slice(0, LONGEST_ANNOUNCEMENT));
     toEnd(false);
   }
@@ -305,7 +343,18 @@ function take(choice, turn) {
   const thought = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
   turn.text += more;
   turn.thoughts = (turn.thoughts ?? "") + thought;
-  return Boolean(more || thought);
+  const calls = choice.delta?.tool_calls;
+  if (calls) takeCalls(turn, calls);
+  return Boolean(more || thought || calls);
+}
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
 }
 
 /** What is said below an answer. */

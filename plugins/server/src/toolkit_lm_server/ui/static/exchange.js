@@ -75,6 +75,7 @@ function turn(one, at) {
   for (const name of ["thoughts", "error", "model"])
     if (one[name]) made[name] = text(one[name], `${at}.${name}`);
   if (one.stopped) made.stopped = true;
+  if (Number.isSafeInteger(one.tokens)) made.tokens = one.tokens;
   const lists = { attachments: attachment, calls: call, results: result, facts: fact };
   for (const [name, check] of Object.entries(lists)) {
     if (one[name] == null) continue;

@@ -34,6 +34,7 @@ function slider(control) {
     step: control.step,
     value: control.middle,
     "data-name": control.name,
+    "aria-label": control.label,
     title: "A double click, a double tap or the Delete key restores the default",
   });
   const reset = () => {
@@ -77,7 +78,7 @@ function field(control) {
   return element("label", { class: control.area ? "full" : null }, control.label, input);
 }
 
-$("settings").append(
+$("settings").prepend(
   ...CONTROLS.map((one) => (one.number || one.text || one.area ? field(one) : slider(one))),
 );
 $("settings").addEventListener("submit", (event) => event.preventDefault());

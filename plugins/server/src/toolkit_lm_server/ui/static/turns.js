@@ -2,18 +2,26 @@
 
 import * as attachments from "./attachments.js";
 import { branches } from "./branches.js";
+import { cards, results } from "./calls.js";
 import { copyButton, element, iconButton } from "./dom.js";
 import { rendered } from "./markdown.js";
 import { isFailed } from "./request.js";
 
 /**
  * The elements of a turn: {node, paint}. `paint()` shows its text as it is now.
- * `does`: {edit(turn, text), retry(turn), goOn(turn), choose(turn)}.
+ * `does`: {edit(turn, text), retry(turn), goOn(turn), choose(turn), returned(turn, results)}.
  */
 export function viewOf(conversation, turn, prompt, does) {
-  return turn.role === "user"
-    ? question(conversation, turn, does)
-    : answer(conversation, turn, prompt, does);
+  if (turn.role === "user") return question(conversation, turn, does);
+  if (turn.role === "tool") return returned(conversation, turn);
+  return answer(conversation, turn, prompt, does);
+}
+
+function returned(conversation, turn) {
+  const parent = conversation.turns.find((other) => other.id === turn.parent);
+  const label = { class: "message tool", role: "article", "aria-label": "Results of tools" };
+  const node = element("div", label, results(turn, parent?.calls ?? []));
+  return { node, paint: () => {} };
 }
 
 function question(conversation, turn, does) {
@@ -81,9 +89,9 @@ function answer(conversation, turn, prompt, does) {
       );
     else text.replaceChildren(rendered(turn.text));
     showThoughts(node, turn.thoughts);
-    if (!writing) {
-      finish(node, about, conversation, turn, does);
-    } else about.replaceChildren();
+    showCalls(node, about, conversation, turn, !writing && does);
+    if (writing) about.replaceChildren();
+    else finish(node, about, conversation, turn, does);
   };
   return { node, paint };
 }
@@ -101,6 +109,14 @@ function showThoughts(node, thoughts) {
     node.prepend(details);
   }
   details.lastChild.textContent = thoughts;
+}
+
+/** The calls of an answer. While nothing follows them, the user may return their results. */
+function showCalls(node, about, conversation, turn, does) {
+  node.querySelector(":scope > .calls")?.remove();
+  if (!turn.calls?.length) return;
+  const open = does && !turn.error && !branches(conversation, turn.id).length;
+  about.before(cards(turn, open ? (found) => does.returned(turn, found) : null));
 }
 
 /** What stands below a whole answer. */
