@@ -25,7 +25,7 @@ from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
-PLUGINS = ("structured_output", "parsers", "sampling_extra", "drafters")
+PLUGINS = ("structured_output", "parsers", "sampling_extra", "drafters", "router")
 """Plugins that bring sampling parameters."""
 _MEDIA = {"audio": "recordings"}
 """Names of a model's inputs that are not the plural of a modality's name."""

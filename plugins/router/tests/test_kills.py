@@ -141,7 +141,9 @@ async def ask(
     }
     async with client.post(f"{url}/v1/{path}", json=body) as answer:
         assert answer.status == 200, await answer.text()
-        return joined(await answer.read())
+        stream = await answer.read()
+    assert (b"token_ids" in stream) == ("return_token_ids" in fields)
+    return joined(stream)
 
 
 async def test_a_kill_under_32_streams_loses_nothing(servers):

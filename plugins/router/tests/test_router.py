@@ -179,14 +179,16 @@ async def test_what_is_stored_is_not_sent_twice(make_routing, make_stub):
     assert sum(len(backend.asked) for backend in both) == 1
 
 
-async def test_a_stream_goes_on_elsewhere(make_routing, make_stub):
+@pytest.mark.parametrize("asks", [False, True])
+async def test_a_stream_goes_on_elsewhere(make_routing, make_stub, asks):
+    more = {"return_token_ids": True} if asks else {}
     both = [make_stub(), make_stub()]
     pieces = [event([{"index": 0, "text": t, "token_ids": [i]}]) for i, t in enumerate("abcdef")]
     end = event([{"index": 0, "text": "", "finish_reason": "length"}])
     for backend in both:
         backend.parts = [*pieces, end, DONE]
     async with make_routing(*both) as routed:
-        _, whole = await routed.post(stream=True, prompt="p")
+        _, whole = await routed.post(stream=True, prompt="p", **more)
         # The first to be asked breaks off in the middle of an event.
         first, other = both if both[0].asked else both[::-1]
         first.parts = [*pieces[:3], pieces[3][:20]]
@@ -198,17 +200,21 @@ async def test_a_stream_goes_on_elsewhere(make_routing, make_stub):
         first.asked.clear()
         other.asked.clear()
         while not first.asked:
-            status, stream = await routed.post(stream=True, prompt="p")
+            status, stream = await routed.post(stream=True, prompt="p", **more)
             assert status == 200
             assert texts(stream) == texts(whole) == "abcdef"
         _, figures = await routed.get("/metrics")
     found = [json.loads(e[6:]) for e in stream.split(b"\n\n") if e.startswith(b"data: {")]
-    assert [i for e in found for c in e["choices"] for i in c.get("token_ids", ())] == [*range(6)]
+    ids = [i for e in found for c in e["choices"] for i in c.get("token_ids", ())]
+    assert ids == [*range(6)] * asks
     assert {e["id"] for e in found} == {"x"}
     assert stream.endswith(DONE)
     [(_, _, sent)] = first.asked
-    assert b'"seed":' in sent
-    assert sent in [body for _, _, body in other.asked]
+    # The other one is told what the first has drawn, with the same seed.
+    fields = json.loads(sent)
+    assert fields["return_token_ids"] is True
+    begun = [json.loads(body) for _, _, body in other.asked]
+    assert {**fields, "begun_token_ids": [0, 1, 2]} in begun
     line = f'toolkit_lm_router_migrations_total{{backend="{first.url}"}} 1.0'
     assert line in figures.decode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass
 
@@ -192,10 +193,12 @@ class TestAsked:
         assert self.read(b'{"previous_response_id":"r"}').needs_state == "previous_response_id"
         assert self.read(b'{"previous_response_id":null}').needs_state == ""
 
-    def test_a_seed_is_added_where_there_is_none(self):
-        assert self.read(b' {"prompt":"a"}').seeded(7) == b' {"seed":7,"prompt":"a"}'
-        assert self.read(b'{"seed":null,"prompt":"a"}').seeded(7).startswith(b'{"seed":7,')
-        assert self.read(b'{"seed":5}').seeded(7) == b'{"seed":5}'
+    def test_fields_that_are_added_count(self):
+        assert self.read(b'{"prompt":"a"} ').with_fields(seed=7) == b'{"prompt":"a","seed":7}'
+        asked = self.read(b'{"seed":null,"prompt":"}"}')
+        assert not asked.has_seed
+        assert json.loads(asked.with_fields(seed=7, x=[1])) == {"x": [1], "prompt": "}", "seed": 7}
+        assert self.read(b'{"seed":5}').has_seed
 
 
 class Places:

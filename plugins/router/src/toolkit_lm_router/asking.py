@@ -40,6 +40,9 @@ class _Fields(Struct):
     text: Raw | UnsetType = UNSET
     token_ids: Raw | UnsetType = UNSET
     inputs: Raw | UnsetType = UNSET
+    n: Raw | UnsetType = UNSET
+    return_token_ids: Raw | UnsetType = UNSET
+    begun_token_ids: Raw | UnsetType = UNSET
 
 
 class _Loose(_Fields):
@@ -64,18 +67,22 @@ class Asked(Struct):
     needs_state: str = ""
     """The field that names what one backend has kept; empty: none."""
     has_seed: bool = False
+    has_ids: bool = False
+    """The client wants token ids."""
+    is_single: bool = False
+    """The answer is one sequence that nobody has begun."""
 
     @property
     def is_resumable(self) -> bool:
         """Whether its stream can go on on another backend."""
         return self.is_stream and not self.is_stored and self.path in _RESUMABLE
 
-    def seeded(self, seed: int) -> bytes:
-        """The body with a seed, where it has none."""
-        if self.has_seed:
+    def with_fields(self, **fields: object) -> bytes:
+        """The body with more fields, which count in place of its own. It must have some."""
+        if not fields:
             return self.body
-        start = self.body.index(b"{") + 1
-        return b'%b"seed":%d,%b' % (self.body[:start], seed, self.body[start:])
+        end = self.body.rindex(b"}")
+        return b"%b,%b" % (self.body[:end], msgspec.json.encode(fields)[1:])
 
 
 def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> Asked:
@@ -104,6 +111,8 @@ def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> 
         is_stored=_TRUE in (_bytes(fields.store), _bytes(fields.background)),
         needs_state=state,
         has_seed=_is_set(fields.seed),
+        has_ids=_bytes(fields.return_token_ids) == _TRUE,
+        is_single=_bytes(fields.n) in (b"", b"null", b"1") and not _is_set(fields.begun_token_ids),
     )
 
 

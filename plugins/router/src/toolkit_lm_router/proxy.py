@@ -90,6 +90,8 @@ class _Job:
         self.target = target
         self.headers: list[tuple[str, str]] = []
         self.body = asked.body
+        self.fields: dict[str, object] = {}
+        """Fields that the router adds to the body."""
         self.stream: Stream | None = None
         """The stream that can go on elsewhere."""
         self.failed: set[int] = set()
@@ -248,11 +250,20 @@ class Proxy:
     def _prepare(self, job: _Job, backend: Backend) -> None:
         """Makes a stream one that can go on elsewhere, if the backend is one of ours: its draws
         depend on the seed and the position alone."""
+        asked = job.asked
         if job.stream is not None:
             job.stream.replay()
-        elif job.asked.is_resumable and backend.is_ours and self._options.migrations:
-            job.stream = Stream()
-            job.body = job.asked.seeded(secrets.randbits(62))
+            if job.stream.token_ids and asked.is_single and backend.is_ours:
+                job.fields["begun_token_ids"] = [*job.stream.token_ids]
+            job.body = asked.with_fields(**job.fields)
+        elif asked.is_resumable and backend.is_ours and self._options.migrations:
+            hides_ids = asked.is_single and not asked.has_ids
+            job.stream = Stream(hides_ids=hides_ids)
+            if not asked.has_seed:
+                job.fields["seed"] = secrets.randbits(62)
+            if hides_ids:
+                job.fields["return_token_ids"] = True
+            job.body = asked.with_fields(**job.fields)
 
     async def _refused(
         self, job: _Job, backend: Backend, answer: aiohttp.ClientResponse, answering: Answering

@@ -1,12 +1,14 @@
 """Streams that break off on one backend and go on on another, as if nothing had happened.
 
-The other backend gets the same request with the same seed, and its stream is the same from the
-beginning. What the client has is left out of it, and compared by digest: the client gets one
-stream, or an error, and never a mixture of two answers.
+The other backend gets the same request with the same seed, and the tokens so far, which it computes
+many at a time. Its stream is the same from the beginning. What the client has is left out of it,
+and compared by digest: the client gets one stream, or an error, and never a mixture of two answers.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
@@ -20,6 +22,8 @@ _HEAD = ("id", "created", "system_fingerprint")
 _DIED = "engine_"
 """The beginning of the codes of errors that tell of an engine's end."""
 _DATA = b"data:"
+_IDS = re.compile(rb',\s*"(prompt_)?token_ids":\s*\[[0-9,\s]*\]')
+"""Token ids in an event of ours. A text cannot look so: its quotation marks are escaped."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -97,7 +101,11 @@ class _Choice:
 class Stream:
     """An answer's stream of events, over all backends that make it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hides_ids: bool = False) -> None:
+        """`hides_ids`: the router has asked for token ids, and the client has not."""
+        self._hides_ids = hides_ids
+        self.token_ids = array("i")
+        """Tokens of the first choice so far; empty where they are not known."""
         self._choices: dict[int, _Choice] = {}
         self._head: dict[str, Any] = {}
         self._is_replay = False
@@ -117,8 +125,11 @@ class Stream:
         if not self._is_replay:
             # The bytes as they came, up to an event that tells of the engine's end.
             for event in _split(events):
-                self._read(event)
-                yield event
+                has_more = self._read(event)
+                if not self._hides_ids:
+                    yield event
+                elif has_more:
+                    yield _IDS.sub(b"", event)
             return
         for event in _split(events):
             data = _object(event)
@@ -127,15 +138,17 @@ class Stream:
                     self._check_end()
                 yield event
             elif (made := self._trimmed(data)) is not None:
-                yield b"data: %b\n\n" % _encode(made)
+                made_event = b"data: %b\n\n" % _encode(made)
+                yield _IDS.sub(b"", made_event) if self._hides_ids else made_event
 
-    def _read(self, event: bytes) -> None:
+    def _read(self, event: bytes) -> bool:
+        """Takes note of an event. Returns whether it has more than token ids."""
         data = _object(event)
         if data is None:
             self.is_done = self.is_done or _is_done(event)
-            return
+            return True
         self._head = self._head or {name: data[name] for name in _HEAD if name in data}
-        self._trimmed(data)
+        return self._trimmed(data) is not None
 
     def _check_end(self) -> None:
         self.is_done = True
@@ -177,8 +190,10 @@ class Stream:
         if "prompt_token_ids" in choice and not known.first("prompt_token_ids"):
             del choice["prompt_token_ids"]
         if choice.get("token_ids"):
-            choice["token_ids"] = known.new("token_ids", choice["token_ids"])
-            is_new = is_new or bool(choice["token_ids"])
+            new = choice["token_ids"] = known.new("token_ids", choice["token_ids"])
+            is_new = is_new or (bool(new) and not self._hides_ids)
+            if not choice.get("index", 0):
+                self.token_ids.extend(new)
         if isinstance(choice.get("logprobs"), dict):
             choice["logprobs"], more = _new_logprobs(known, choice["logprobs"])
             is_new = is_new or more
