@@ -47,6 +47,7 @@ SHIPPED = [
     "loaders",
     "lora",
     "mcp",
+    "model_pool",
     "moderations",
     "moe",
     "ollama",
