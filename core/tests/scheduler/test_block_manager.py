@@ -14,6 +14,7 @@ from toolkit_lm.kv import BlockManager, TokenRange
 from toolkit_lm.kv.prefix import PrefixHashes
 from toolkit_lm.kv.snapshots import Snapshots
 from toolkit_lm.messages import BlockCopy, StepPlan
+from toolkit_lm.scheduler import Planners
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.request_blocks import Admitted, RequestBlocks
 
@@ -323,7 +324,7 @@ def test_windows_move_on_the_host():
         swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)]
     )
     cost = PreemptionCost("swap", blocks.config)
-    copies = RequestBlocks(VllmConfig.default(), blocks, cost, None, None).admit(
+    copies = RequestBlocks(VllmConfig.default(), blocks, cost, None, Planners()).admit(
         request, Admitted()
     )
     assert (len(copies), blocks.num_used, blocks.num_used_on_host, request.swapped) == (
