@@ -1,0 +1,115 @@
+"""Retained contents of a block pool: evicted last, and never in the way."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+from toolkit_lm.kv import BlockPool
+
+
+class Plain:
+    """The order of a pool that retains nothing, in few words: blocks without contents first, then
+    the least recently used."""
+
+    def __init__(self, count):
+        self.free = OrderedDict.fromkeys(range(count))
+
+    def release(self, block, known):
+        self.free[block] = None
+        if not known:
+            self.free.move_to_end(block, last=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_marks_the_order_is_that_of_use(seed):
+    numbers = random.Random(seed)
+    pool, plain = BlockPool(12), Plain(12)
+    owned, keys = [], {}
+    for number in range(600):
+        action = numbers.choice(("allocate", "allocate", "release", "publish", "share"))
+        if action == "allocate" and pool.num_free:
+            wanted, _ = plain.free.popitem(last=False)
+            owned.append(pool.allocate())
+            assert owned[-1] == wanted
+            keys = {key: block for key, block in keys.items() if block != wanted}
+        elif action == "release" and owned:
+            block = owned.pop(numbers.randrange(len(owned)))
+            pool.release(block)
+            plain.release(block, block in keys.values())
+        elif action == "publish" and owned and pool.publish(number, block := owned[-1]):
+            keys[number] = block
+        elif action == "share":
+            for key, block in keys.items():
+                if block in plain.free:
+                    assert pool.find(key) == block
+                    pool.share(block)
+                    del plain.free[block]
+                    owned.append(block)
+                    break
+        assert pool.num_free == len(plain.free) and pool.num_used == 12 - pool.num_free
+
+
+def cached(pool, *keys):
+    """Allocates a block for each key, and frees it with these contents."""
+    blocks = [pool.allocate() for _ in keys]
+    for key, block in zip(keys, blocks, strict=True):
+        assert pool.publish(key, block)
+    for block in blocks:
+        pool.release(block)
+
+
+def evicted(pool, count):
+    """The contents that leave as so many blocks are allocated."""
+    gone = []
+    pool.on_evicted = lambda key, block: gone.append(key)
+    blocks = [pool.allocate() for _ in range(count)]
+    pool.on_evicted = None
+    return gone, blocks
+
+
+def test_retained_contents_leave_last():
+    pool = BlockPool(5)
+    pool.retain("b")
+    cached(pool, *"abcde")
+    pool.retain("d")
+    assert pool.num_free == pool.num_cached == 5
+    gone, blocks = evicted(pool, 5)
+    assert gone == [*"acebd"] and sorted(blocks) == [*range(5)]
+    assert pool.num_free == pool.num_cached == 0
+
+
+def test_contents_let_go_count_as_just_used():
+    pool = BlockPool(4)
+    cached(pool, *"abcd")
+    pool.retain("a")
+    pool.let_go("a")
+    assert evicted(pool, 4)[0] == [*"bcda"]
+    assert not pool.retained
+
+
+def test_retained_contents_are_shared_and_come_back():
+    pool = BlockPool(3)
+    pool.retain("a")
+    cached(pool, *"abc")
+    block = pool.find("a")
+    pool.share(block)
+    assert pool.num_free == 2 and pool.num_used == 1
+    pool.release(block)
+    assert evicted(pool, 3)[0] == [*"bca"]
+
+
+@pytest.mark.parametrize("forget", ["one", "all", "reset"])
+def test_forgotten_contents_are_no_longer_kept(forget):
+    pool = BlockPool(3)
+    pool.retain("a")
+    cached(pool, *"abc")
+    if forget == "one":
+        pool.forget(pool.find("a"))
+    elif forget == "all":
+        pool.forget_all()
+    else:
+        pool.reset()
+    assert pool.num_free == 3 and pool.find("a") is None
+    assert evicted(pool, 3)[0] == ([*"bc"] if forget == "one" else [])
