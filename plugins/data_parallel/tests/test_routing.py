@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
+from toolkit_lm.messages import EngineRequest
+from toolkit_lm.params import SamplingParams
+from toolkit_lm_data_parallel.engine import Engine
+from toolkit_lm_data_parallel.in_flight import InFlight
 from toolkit_lm_data_parallel.routing import WORTH, Choice, PrefixMirror, choose
 
 CHOICES = st.lists(
@@ -99,3 +103,46 @@ def test_what_was_sent_longest_ago_is_forgotten_first():
     ] == [1, 2, 1]
     mirror.clear()
     assert len(mirror) == 0
+
+
+def test_requests_with_a_key_go_where_the_key_has_been():
+    """Unless that engine is much fuller."""
+
+    def asked(number, key=None):
+        request = EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=[number] * 10,
+            params=SamplingParams(),
+            context={} if key is None else {"prompt_cache_key": key},
+        )
+        return InFlight(request, [])
+
+    engines = [Engine(0), Engine(1)]
+
+    def sent(number, key=None):
+        message = asked(number, key)
+        index = choose([engine.choice(message, 16) for engine in engines])
+        engines[index].add(message)
+        return index
+
+    assert sent(0) == 0
+    assert [sent(number, "a") for number in range(1, 5)] == [1] * 4
+    assert [sent(number) for number in range(5, 8)] == [0] * 3
+    engines[1].num_tokens += 5000
+    assert sent(9, "a") == 0
+    engines[1].forget_prefixes()
+    engines[0].forget_prefixes()
+    assert not engines[0]._keys and not engines[1]._keys
+
+
+def test_keys_are_bounded():
+    engine = Engine(0)
+    for number in range(2**14 + 10):
+        request = EngineRequest(
+            request_id="one",
+            prompt_token_ids=[1],
+            params=SamplingParams(),
+            context={"prompt_cache_key": str(number)},
+        )
+        engine.add(InFlight(request, []))
+    assert len(engine._keys) == 2**14 and str(2**14) in engine._keys

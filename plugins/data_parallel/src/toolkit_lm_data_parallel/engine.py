@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from toolkit_lm.config import VllmConfig
@@ -17,6 +18,13 @@ from toolkit_lm_data_parallel.routing import Choice, PrefixMirror
 
 _MOST_BLOCKS = 2**16
 """Blocks of prompts that are remembered for an engine."""
+_MOST_KEYS = 2**14
+"""Keys of requests that are remembered for an engine."""
+KEY = "prompt_cache_key"
+"""Key of a request's context. Requests with the same value go to the same engine, unless that is
+much fuller."""
+AFFINITY = 1024
+"""Cached tokens that a key stands for at least."""
 
 
 class Engine:
@@ -39,6 +47,8 @@ class Engine:
         """Requests that were ended from outside, by id, until the engine tells of it. Only where
         somebody watches."""
         self._prefixes = PrefixMirror(_MOST_BLOCKS)
+        self._keys: OrderedDict[str, None] = OrderedDict()
+        """The keys of the requests that it was sent last."""
         self._busy_since = 0.0
 
     def start(self, config: VllmConfig, plugins: Plugins) -> None:
@@ -70,6 +80,7 @@ class Engine:
         self.num_tokens = 0
         self.ending = {}
         self._prefixes.clear()
+        self._keys.clear()
         return left
 
     @property
@@ -107,10 +118,12 @@ class Engine:
 
     def choice(self, request: InFlight, block_size: int) -> Choice:
         """Load and cached tokens of this engine, to choose one for a request."""
-        reads = request.request.reads_prefix_cache
-        return Choice(
-            self.num_tokens, self._prefixes.num_cached(request.hashes) * block_size if reads else 0
-        )
+        if not request.request.reads_prefix_cache:
+            return Choice(self.num_tokens, 0)
+        num_cached = self._prefixes.num_cached(request.hashes) * block_size
+        if (key := request.request.context.get(KEY)) is not None and key in self._keys:
+            num_cached = max(num_cached, AFFINITY)
+        return Choice(self.num_tokens, num_cached)
 
     def add(self, request: InFlight) -> None:
         """It is to get a request."""
@@ -120,6 +133,11 @@ class Engine:
         self.requests[request.request.request_id] = request
         self.num_tokens += request.num_tokens
         self._prefixes.add(request.hashes)
+        if (key := request.request.context.get(KEY)) is not None:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+            if len(self._keys) > _MOST_KEYS:
+                self._keys.popitem(last=False)
 
     def remove(self, request: InFlight) -> None:
         """The request has ended, or goes elsewhere."""
@@ -133,3 +151,4 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
+        self._keys.clear()
