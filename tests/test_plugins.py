@@ -54,6 +54,7 @@ SHIPPED = [
     "opentelemetry",
     "parsers",
     "pooling_adapters",
+    "prefix_retention",
     "quantization_formats",
     "quantize",
     "renderer_harmony",

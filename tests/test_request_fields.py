@@ -35,6 +35,7 @@ ON_LOGITS_ALONE = {
     "trace_replay",
     "vllm_processors",
     "hidden_states",
+    "prefix_retention",
     "routed_experts",
 }
 

@@ -25,8 +25,10 @@ class Plain:
 @pytest.mark.parametrize("seed", range(5))
 def test_without_marks_the_order_is_that_of_use(seed):
     numbers = random.Random(seed)
-    pool, plain = BlockPool(12), Plain(12)
-    owned, keys = [], {}
+    pool = BlockPool(12)
+    plain = Plain(12)
+    owned = []
+    keys = {}
     for number in range(600):
         action = numbers.choice(("allocate", "allocate", "release", "publish", "share"))
         if action == "allocate" and pool.num_free:
