@@ -32,6 +32,7 @@ from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
 from toolkit_lm_commands import CommandRegistry
+from toolkit_lm_model_pool.options import PoolOptions
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
@@ -392,7 +393,7 @@ def test_the_tables_of_options_are_current():
     page = read(DOCS / "configuration.md")
     options = [
         o
-        for section in (ServerOptions, RouterOptions, ClientOptions, BatchOptions)
+        for section in (ServerOptions, PoolOptions, RouterOptions, ClientOptions, BatchOptions)
         for o in options_of(section)
     ] + VllmConfig.options()
     assert [o.name for o in options if f"| `{o.name}` |" not in page] == []
@@ -401,7 +402,7 @@ def test_the_tables_of_options_are_current():
 def test_the_flags_in_the_guides_exist():
     options = [
         o
-        for section in (ServerOptions, RouterOptions, ClientOptions, BatchOptions)
+        for section in (ServerOptions, PoolOptions, RouterOptions, ClientOptions, BatchOptions)
         for o in options_of(section)
     ] + VllmConfig.options()
     known = (
