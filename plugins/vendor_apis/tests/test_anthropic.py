@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from toolkit_lm.renderer import Rendered
@@ -237,3 +238,64 @@ async def test_reasoning_and_calls_are_blocks(said, thinks):
     assert [
         {name: value for name, value in block.items() if name != "json"} for block in told
     ] == expected
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+TEXT = {"type": "text", "text": "a"}
+
+
+def breakpoints(number, block=None):
+    return [{**TEXT, **(block or CACHED)} for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    "fields, time",
+    [
+        ({}, None),
+        (CACHED, "5m"),
+        (HOUR, "1h"),
+        ({"system": breakpoints(1)}, "5m"),
+        ({"system": breakpoints(1, HOUR), **CACHED}, "1h"),
+        ({"messages": [{"role": "user", "content": breakpoints(4)}]}, "5m"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}, **HOUR}]}, "1h"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "content": breakpoints(1, HOUR),
+                            }
+                        ],
+                    }
+                ]
+            },
+            "1h",
+        ),
+    ],
+)
+def test_breakpoints_ask_to_retain_the_prompt(fields, time):
+    asked = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], **fields}
+    assert MessagesBody(**asked).chat().get("prompt_cache_retention") == time
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"system": breakpoints(3), **CACHED}, None),
+        ({"system": breakpoints(4), **CACHED}, "at most 4 blocks may have it, and 5 do"),
+        ({"cache_control": {"type": "forever"}}, "cache_control must be"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control must be"),
+        ({"system": [{**TEXT, "cache_control": "yes"}]}, r"system\[0\].cache_control must be"),
+    ],
+)
+async def test_wrong_breakpoints_are_named(serve, fields, words):
+    async with serve() as client:
+        answer = await client.post("/v1/messages", json={**ASK, **fields})
+    assert answer.status_code == (400 if words else 200), answer.text
+    if words:
+        assert re.search(words, answer.json()["error"]["message"])

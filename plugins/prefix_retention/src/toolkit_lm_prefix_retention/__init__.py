@@ -35,10 +35,10 @@ class RetentionParams(ProcessorParams):
         ),
     ] = None
     prompt_cache_retention: Annotated[
-        Literal["in_memory", "in-memory", "24h"] | None,
+        Literal["5m", "in_memory", "in-memory", "1h", "24h"] | None,
         param(
-            "Time for which the prompt stays in the KV cache in preference to others: in_memory "
-            "(10 minutes) or 24h.",
+            "Time for which the prompt stays in the KV cache in preference to others: 5m, 1h, 24h, "
+            "or in_memory for 10 minutes.",
             flag=False,
         ),
     ] = None

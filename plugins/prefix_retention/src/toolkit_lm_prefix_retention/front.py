@@ -11,8 +11,10 @@ from toolkit_lm.processing import RequestHalf
 from toolkit_lm_serving import CLIENT
 
 PART = "prefix_retention"
-SECONDS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
-"""Times by OpenAI's names. https://platform.openai.com/docs/guides/prompt-caching"""
+SECONDS = {"5m": 300.0, "in_memory": 600.0, "in-memory": 600.0, "1h": 3600.0, "24h": 86400.0}
+"""Times by the names of OpenAI and Anthropic.
+https://platform.openai.com/docs/guides/prompt-caching,
+https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching"""
 KEY = "prompt_cache_key"
 """Key of a request's context: requests with the same value share a prefix."""
 

@@ -18,6 +18,7 @@ from toolkit_lm_server.request_fields import (
 )
 from toolkit_lm_server.tools import drop_hosted
 
+from toolkit_lm_vendor_apis.anthropic.cache_control import retention
 from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part, url_part
 
@@ -28,12 +29,12 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
     "chat_template_kwargs.enable_thinking": "thinking.type",
+    "prompt_cache_retention": "cache_control",
 }
 """Names in Anthropic's API, by field of chat completions."""
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("Anthropic's API has no such field: ask /v1/chat/completions"),
-    **idle("prefixes are cached automatically", "cache_control"),
     **idle("it is about accounts at Anthropic", "billing_policy betas"),
     **reported(
         "the whole conversation is read, and the answer has no report on caches",
@@ -166,7 +167,11 @@ class PromptBody(EngineBody):
 class CountBody(PromptBody):
     """POST /v1/messages/count_tokens."""
 
-    verdicts = {**VERDICTS, **idle("no token is sampled", _OF_DRAWING)}
+    verdicts = {
+        **VERDICTS,
+        **idle("no token is sampled", _OF_DRAWING),
+        **idle("nothing is cached", "cache_control"),
+    }
 
 
 class MessagesBody(PromptBody):
@@ -184,6 +189,9 @@ class MessagesBody(PromptBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_control: dict[str, Any] | None = None
+    """How long the prompt stays in the cache: {"type": "ephemeral", "ttl": "1h"}. Blocks may have
+    it, too."""
     return_token_ids: bool = False
     """The answer has the token ids of its prompt and its output. Not in a stream."""
 
@@ -195,6 +203,9 @@ class MessagesBody(PromptBody):
         ):
             if (value := getattr(self, theirs)) is not None:
                 fields[name] = value
+        time = retention(self.messages, self.system, self.tools, self.cache_control)
+        if time is not None:
+            fields["prompt_cache_retention"] = time
         if self.return_token_ids:
             if self.stream:
                 raise RequestError(
