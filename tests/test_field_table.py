@@ -361,6 +361,7 @@ SAMPLES = {
     "bad_words": ["x"],
     "structured_outputs": {"regex": "a"},
     "response_format": {"type": "json_object"},
+    "begun_token_ids": [5],
     "allowed_token_ids": [5],
     "logprob_token_ids": [5],
     "stop_token_ids": [5],
