@@ -23,6 +23,7 @@ PREFIX = [(37 * i) % 250 + 16 for i in range(48)]
 PROMPTS = [[*PREFIX, tail] for tail in (20, 21, 22)]
 OPTIONS = {"num_kv_blocks": 256, "block_size": 4, "max_model_len": 128, "dtype": "float32"}
 ON_LOGITS_ALONE = {
+    "begun",
     "drafter",
     "dry",
     "no_repeat_ngram",
