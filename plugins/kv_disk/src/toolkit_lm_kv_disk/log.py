@@ -75,7 +75,7 @@ class SegmentLog:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def append(self, key: Key, data: bytes) -> bool:
+    def append(self, key: Key, data: bytes | bytearray) -> bool:
         """Writes a block. Returns whether there was room. Raises OSError."""
         needed = len(data) + RECORD_BYTES
         # Each segment is written anew once at most.

@@ -90,7 +90,7 @@ class Segment:
         segment._append(head + crc32(head).to_bytes(4, "little"))
         return segment
 
-    def append(self, key: Key, data: bytes) -> Place:
+    def append(self, key: Key, data: bytes | bytearray) -> Place:
         """Writes a block at the end. Raises OSError, and the segment is then as before."""
         checksum = crc32(data)
         self._append(_record(_BLOCK, key, len(data), checksum) + data)

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import BlockBytes, Data, KVCacheConfig, KVTierStore
@@ -21,8 +21,6 @@ from toolkit_lm_kv_disk.segments import Key, Place
 
 logger = logging.getLogger(__name__)
 
-_CHECKSUM = 4
-"""Bytes that `BlockBytes.to_bytes` adds to a block."""
 _MOST_PENDING = 2**29
 """Most bytes that wait to be written. What comes beyond is not stored."""
 _CLOSING = 60.0
@@ -33,6 +31,9 @@ _READERS = 2
 class DiskStore(KVTierStore):
     """Blocks are written by a thread behind the steps, and read by two others. What waits to be
     written is found too."""
+
+    checked: ClassVar[bool] = False
+    """The threads compute and compare checksums, so that steps need not."""
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         self.num_lost = 0
@@ -54,11 +55,11 @@ class DiskStore(KVTierStore):
             place,
             identity,
             share_of_rank(config, make_room(options.dir, folder, disk_bytes(options))),
-            {group: size + _CHECKSUM for group, size in enumerate(block_sizes(kv_cache))},
+            dict(enumerate(block_sizes(kv_cache))),
             writes=self._lock.is_held,
         )
-        self._pending: dict[Key, bytes] = {}
-        self._work: deque[tuple[Key, bytes | None]] = deque()
+        self._pending: dict[Key, bytearray] = {}
+        self._work: deque[tuple[Key, bytearray | None]] = deque()
         """What is to be written, in order. None: the block is to be dropped."""
         self._num_pending = 0
         """Bytes in `_work`."""
@@ -76,7 +77,8 @@ class DiskStore(KVTierStore):
         if self._num_pending + block.num_bytes > _MOST_PENDING:
             self.num_lost += 1
             return
-        data = block.to_bytes()
+        data = bytearray(block.num_bytes)
+        block.read_into(data)
         with self._changed:
             self._pending[group, key] = data
             self._work.append(((group, key), data))
@@ -143,7 +145,7 @@ class DiskStore(KVTierStore):
                 if data is not None and self._pending.get(key) is data:
                     del self._pending[key]
 
-    def _write(self, key: Key, data: bytes | None) -> None:
+    def _write(self, key: Key, data: bytearray | None) -> None:
         assert self._log is not None, "there is no thread without a log"
         if data is None:
             self._log.drop(key)
