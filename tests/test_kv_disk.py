@@ -141,6 +141,39 @@ def test_cold_is_warm_is_restored_bit_for_bit(request, kind, llama, tmp_path):
     ]
 
 
+def test_prefixes_with_pictures(tmp_path):
+    """Pictures are told apart by their contents."""
+    sys.path.insert(0, str(ROOT / "contrib_models" / "vision" / "tests"))
+    checkpoints = importlib.import_module("vision_checkpoints")
+    subject = checkpoints.make_subject(tmp_path / "llava", "llava")
+    text = f"see {subject.mark} there, and tell me all of what you see"
+    given = [
+        {"prompt": text, "multi_modal_data": {"image": [picture]}}
+        for picture in checkpoints.drawings(3)
+    ]
+    more = {"max_model_len": 192, "max_num_batched_tokens": 192}
+    with engine(tmp_path / "llava", None, **more) as llm:
+        expected, none = answers(llm, given)
+    with engine(tmp_path / "llava", tmp_path / "kv", **more) as llm:
+        answers(llm, given[:2])
+        warm, cached = answers(llm, given[:2])
+    with engine(tmp_path / "llava", tmp_path / "kv", **more) as llm:
+        restored, found = answers(llm, given)
+        assert tier_of(llm).counts.loads["loaded"] >= 2
+    # The third picture shares what stands before it.
+    assert (found[:2], none[0]) == (cached, 0)
+    assert found[2] < min(cached)
+    assert restored[:2] == warm
+    for each, other in zip(restored, expected, strict=True):
+        assert [token for token, _ in each] == [token for token, _ in other]
+
+
+def test_an_engine_in_a_process_of_its_own(llama, tmp_path):
+    for expected in ([0] * 4, WHOLE):
+        with engine(llama, tmp_path / "kv", engine_process=True) as llm:
+            assert answers(llm)[1] == expected
+
+
 def test_what_is_cold_is_bit_for_bit_what_chunks_of_the_cache_are(llama, tmp_path):
     """With whole chunks, a cold run computes the last one as a restored run does."""
     more = {"block_size": 16, "attention_backend": "cpu", "max_num_batched_tokens": 16}
