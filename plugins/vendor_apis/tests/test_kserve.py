@@ -222,6 +222,22 @@ async def test_models_that_are_not_there(asked):
     assert other.status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v2/models/tiny", "GET"),
+        ("/v2/models/org/tiny", "GET"),
+        ("/v2/models/tiny/ready", "GET"),
+        (INFER.format("tiny"), "POST"),
+        (INFER.format("org/tiny"), "POST"),
+    ],
+)
+async def test_other_methods_are_told_those_of_the_route(asked, path, allowed):
+    async with asked() as client:
+        reply = await client.put(path, json={})
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+
+
 async def test_a_model_that_generates_has_no_tensors(asked):
     async with asked("generate") as client:
         reply = await infer(client, texts("a"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Path, Request, Response
+from starlette.convertors import Convertor, register_url_convertor
 from toolkit_lm import __version__
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.answer_schemas import answers
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
     from toolkit_lm.outputs import PoolingRequestOutput
     from toolkit_lm_serving.engine import ServingEngine
 
+
+class _ModelName(Convertor[str]):
+    """A name, which may have slashes, in a path that ends with it. Paths of a model's other routes
+    are none of its own, so that their errors list their own methods."""
+
+    regex = r"(?!.*/(?:infer|ready)$).+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("model_name", _ModelName())
 Name = Annotated[str, Path(description="The model's name, as /v1/models lists it.")]
 _FIELDS = {"truncate_prompt_tokens": "parameters.truncate"}
 
@@ -124,7 +140,7 @@ def _width(engine: ServingEngine, task: Task) -> int:
 
 
 def add_routes(router: APIRouter, api: OpenAIApi) -> None:
-    """Adds the routes. A model's name may have slashes, so /ready is looked for before it."""
+    """Adds the routes. A model's name may have slashes."""
     kserve = Kserve(api)
     kind = route_kind(router, KserveError, refusal)
     of_model = "/v2/models/{name:path}"
@@ -134,14 +150,14 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
         ("/v2/health/live", kserve.live, schemas.KserveLive),
         ("/v2/health/ready", kserve.ready, schemas.KserveReady),
         (f"{of_model}/ready", kserve.model_ready, schemas.KserveModelReady),
-        (of_model, kserve.model, schemas.KserveModel),
+        ("/v2/models/{name:model_name}", kserve.model, schemas.KserveModel),
     ]
     for path, handler, made in gets:
         router.add_api_route(
             path,
             handler,
             response_model=None,
-            responses=answers(made) | (missing if path.startswith(of_model) else {}),
+            responses=answers(made) | (missing if path.startswith("/v2/models") else {}),
             route_class_override=kind,
         )
     router.add_api_route(
