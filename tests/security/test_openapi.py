@@ -72,9 +72,19 @@ RENDERS = (
     "/v1/models",
 )
 CHECKS_OFF = ("positive_data_acceptance", "negative_data_rejection")
-"""Checks that are off. A body that follows the schema may still not fit the model (its tasks,
-vocabulary and length), or another field. A body that does not follow it may ask for nothing: null,
-false, and unknown fields."""
+"""Checks that are off, and what they report.
+
+positive_data_acceptance: refusals that no schema of a field could say. Fields are of one body and
+exclude or need each other ("give either input or messages", queries and text_1, texts and
+documents). The model decides: the task, prompts and instructions that it has not, dimensions,
+tokens and lengths. Two names of one field have different values. Messages are a template's to
+judge. A field of another server has a value that asks for something (adaptive_decay).
+Texts and lists of inputs are empty: their types are unions, whose errors name the item that is
+wrong. A mapping {} is no text and no image.
+
+negative_data_rejection: what a body asks nothing by is ignored, or taken as absent: null, false,
+unknown fields, and any value of a field without effect.
+"""
 EXPECTED = ["2xx", "3xx", "4xx", "501", "504"]
 """501: a route of another server's API that this one refuses by name. 504: the client's own
 `timeout` was over."""

@@ -50,12 +50,17 @@ def _body_type(kind: Any) -> Any:
     return dict[str, Any] if get_origin(kind) is dict else kind
 
 
+_LEAST = {"stop": {"minLength": 1}, "allowed_token_ids": {"minItems": 1}}
+"""Bounds of parameters that only their own checks state."""
+
+
 def _described(o: Option) -> Any:
     """The parameter's bounds, for the description of the API. SamplingParams checks them, and its
     errors name them."""
     spec = spec_of(o)
     bounds: dict[str, Any] = {"minimum": spec.ge, "exclusiveMinimum": spec.gt, "maximum": spec.le}
     bounds |= {"maxItems": spec.max_items, "maxLength": spec.max_length}
+    bounds |= _LEAST.get(o.name, {})
     if any(get_origin(kind) is dict for kind in o.kinds):
         bounds = {"maxProperties": spec.max_items}
     return Field(

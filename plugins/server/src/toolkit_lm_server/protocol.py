@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -151,14 +152,20 @@ class StreamOptions(Described):
         return {name: value for name, value in kept.items() if value is not None}
 
 
+# Core checks these bounds, and words their errors.
+_PRIORITY = {"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}
+_TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": 10**9}
+_SALT = {"type": "string", "minLength": 1, "maxLength": 1024}
+
+
 class EngineBody(Body):
     """Fields that tell the engine how to handle the requests."""
 
-    priority: int = 0
+    priority: Annotated[int, WithJsonSchema(_PRIORITY)] = 0
     """Requests with a smaller number are scheduled first, where the scheduling policy reads it."""
-    timeout: float | None = None
+    timeout: Annotated[float, WithJsonSchema(_TIMEOUT)] | None = None
     """Seconds after which the request ends with the tokens that it has."""
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, WithJsonSchema(_SALT)] | None = None
     """Only requests with the same salt share cached prefixes."""
 
     def request_options(self, context: dict[str, str]) -> RequestOptions:
