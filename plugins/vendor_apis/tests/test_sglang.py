@@ -339,6 +339,28 @@ async def test_the_model(asked, path):
     assert not found["has_image_understanding"]
 
 
+async def test_classes_of_both_bodies(serve):
+    async with serve("classify", routes=("sglang",)) as client:
+        made = (await client.post("/classify", json={"text": ["a", "b"], "rid": ["x", "y"]})).json()
+        single = (await client.post("/classify", json={"text": "a"})).json()
+        own = (await client.post("/classify", json={"input": ["a", "b"]})).json()
+        probs = (await client.post("/classify", json={"text": "a", "use_activation": True})).json()
+        for wrong in (
+            {"text": "a", "input": "a"},
+            {"text": []},
+            {"input": "a", "rid": "x"},
+            {"text": "a", "add_special_tokens": False},
+            {},
+        ):
+            reply = await client.post("/classify", json=wrong)
+            assert reply.status_code == 400, wrong
+            assert reply.json()["error"]["type"] == "BadRequestError"
+    assert [one["meta_info"]["id"] for one in made] == ["x", "y"]
+    assert made[0]["embedding"] == pytest.approx(single["embedding"], abs=1e-6)
+    assert sum(probs["embedding"]) == pytest.approx(1, abs=1e-5)
+    assert probs["embedding"] == pytest.approx(own["data"][0]["probs"], abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["generate", "embed"])
 async def test_health_asks_the_engine(serve, name):
     async with serve(name, routes=("sglang",)) as client:

@@ -410,7 +410,6 @@ NOT_HELD = {
     "GET /get_model_info: weight_version": (
         "`/get_model_info` has no `weight_version`: `/weight_info` has it ([rl](rl.md))."
     ),
-    "POST /classify": "`/classify` takes vLLM's bodies, with `input`, and not `text`.",
     "POST /detokenize": "`/detokenize` answers with `prompt`, vLLM's name, and not with `text`.",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -15,7 +15,7 @@ from toolkit_lm_server.answers import encoded
 from toolkit_lm_server.errors import as_api_error, described, renamed, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.plugin_routes import OpenAIApi
-from toolkit_lm_server.route import request_context
+from toolkit_lm_server.route import ServerRoute, request_context, vllm_route
 
 from toolkit_lm_vendor_apis.sglang.body import NAMES, SglangGenerateBody
 from toolkit_lm_vendor_apis.sglang.encoding import Encoding
@@ -23,6 +23,7 @@ from toolkit_lm_vendor_apis.sglang.output import Answers
 from toolkit_lm_vendor_apis.sglang.schemas import (
     SglangAnswer,
     SglangAnswers,
+    SglangClasses,
     SglangEncodings,
     SglangModel,
     SglangServer,
@@ -121,12 +122,22 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
         response_model=None,
         responses=streams(SglangAnswers, SglangAnswer) | described(404, 429, 504),
     )
+    encoding = Encoding(api)
     router.add_api_route(
         "/encode",
-        Encoding(api).encode,
+        encoding.encode,
         methods=["POST"],
         response_model=None,
         responses=answers(SglangEncodings) | described(404, 429, 504),
+    )
+    kind = vllm_route(cast("type[ServerRoute]", router.route_class))
+    router.add_api_route(
+        "/classify",
+        encoding.classify,
+        methods=["POST"],
+        response_model=None,
+        responses=answers(SglangClasses) | described(404, 429, 504),
+        route_class_override=type("SharedRoute", (kind,), {"replaces": True}),
     )
     router.add_api_route(
         "/get_server_info",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ConfigDict, RootModel
+from toolkit_lm_server.pooled_schemas import Classifications
 from toolkit_lm_server.schema_texts import Described
 
 
@@ -74,6 +75,10 @@ class SglangEncoded(Described):
 
 class SglangEncodings(RootModel[SglangEncoded | list[SglangEncoded]]):
     """The vector of one prompt, or those of a list of them."""
+
+
+class SglangClasses(RootModel[SglangEncoded | list[SglangEncoded] | Classifications]):
+    """The logits of one prompt, or of each in a list; or vLLM's answer."""
 
 
 class SglangServer(Described):
