@@ -80,7 +80,7 @@ documents). The model decides: the task, prompts and instructions that it has no
 tokens and lengths. Two names of one field have different values. Messages are a template's to
 judge. A field of another server has a value that asks for something (adaptive_decay).
 Texts and lists of inputs are empty: their types are unions, whose errors name the item that is
-wrong. A mapping {} is no text and no image.
+wrong. A mapping {} has neither a text nor an image.
 
 negative_data_rejection: what a body asks nothing by is ignored, or taken as absent: null, false,
 unknown fields, and any value of a field without effect.
