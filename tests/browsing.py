@@ -163,3 +163,15 @@ def sent(page: Page) -> list[dict]:
 
     page.on("request", see)
     return bodies
+
+
+def answer_with(page: Page, *deltas: dict, usage: dict | None = None) -> None:
+    """Has chat requests of the page answered with these parts."""
+    choices = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    chunks = [*choices, {"choices": [], "usage": usage}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.unroute("**/v1/chat/completions")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )

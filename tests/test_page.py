@@ -98,7 +98,7 @@ def test_an_answer_can_be_stopped_and_asked_anew(visit, tiny):
     expect(page.locator(".message.assistant")).to_have_count(1)
     expect(page.locator(".message.assistant .branches")).to_contain_text("2/2")
     page.click("#new-chat")
-    expect(page.locator(".empty h1")).to_be_visible()
+    expect(page.locator(".empty h2")).to_be_visible()
 
 
 def test_an_error_is_shown(visit, tiny):

@@ -6,6 +6,7 @@ import json
 
 from browsing import (
     NEEDS_CHROMIUM,
+    answer_with,
     ask,
     browser,
     module,
@@ -19,18 +20,6 @@ from playwright.sync_api import Page, expect
 
 __all__ = ["browser", "module", "served", "tiny", "visit"]
 pytestmark = NEEDS_CHROMIUM
-
-
-def answer_with(page: Page, *deltas: dict, usage: dict | None = None) -> None:
-    """Has chat requests of the page answered with these parts."""
-    choices = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    chunks = [*choices, {"choices": [], "usage": usage}]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.unroute("**/v1/chat/completions")
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
-    )
 
 
 def attach(page: Page, name: str, kind: str, data: bytes) -> None:
@@ -100,7 +89,7 @@ def test_calls_of_tools_are_answered_by_hand(visit, tiny):
     )
     ask(page, "What is the weather in Rome?")
     assert bodies[0]["tools"] == [{"type": "function", "function": tool}]
-    card = page.get_by_role("region", name="Call of weather")
+    card = page.get_by_role("group", name="Call of weather")
     expect(card.locator("pre")).to_have_text('{\n  "city": "<i>Rome"\n}')
     # Nothing else is asked while the model waits.
     page.fill("#input", "Hello")

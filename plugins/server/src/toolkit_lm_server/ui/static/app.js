@@ -2,6 +2,7 @@
 
 import * as chat from "./chat.js";
 import { $, ask, count, events, failure } from "./dom.js";
+import { icon } from "./icons.js";
 import * as live from "./live.js";
 
 const LONGEST_WAIT = 10000;
@@ -10,12 +11,15 @@ const LONGEST_WAIT = 10000;
 
 const THEMES = ["system", "light", "dark"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
-let theme = localStorage.getItem("toolkit_lm.theme") ?? "system";
+const stored = localStorage.getItem("toolkit_lm.theme");
+let theme = THEMES.includes(stored) ? stored : "system";
 
 function paint() {
   document.documentElement.dataset.theme =
     theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   $("theme").title = `Colours: ${theme}`;
+  $("theme").setAttribute("aria-label", `Colours: ${theme}. Change them`);
+  $("theme").replaceChildren(icon({ system: "auto", light: "light", dark: "dark" }[theme]));
   live.draw();
 }
 
@@ -32,6 +36,8 @@ paint();
 
 function open(tab) {
   document.body.dataset.tab = tab;
+  for (const button of document.querySelectorAll(".tabs button"))
+    button.setAttribute("aria-pressed", button.dataset.tab === tab);
   live.draw();
 }
 

@@ -131,6 +131,7 @@ function show() {
   );
 }
 
+$("attach").append(icon("attach"));
 $("attach").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", () => {
   attach([...$("file").files]);

@@ -20,8 +20,8 @@ export function cards(turn, answer) {
   );
   const all = turn.calls.map((call, i) =>
     element(
-      "section",
-      { class: "call", "aria-label": `Call of ${call.name}` },
+      "div",
+      { class: "call", role: "group", "aria-label": `Call of ${call.name}` },
       element("strong", {}, call.name),
       element("pre", { tabindex: 0 }, element("code", {}, laidOut(call.arguments))),
       answer ? fields[i] : null,
@@ -45,8 +45,8 @@ export function results(turn, calls) {
     { class: "calls" },
     ...turn.results.map(({ id, text }) =>
       element(
-        "section",
-        { class: "call", "aria-label": `Result of ${nameOf(id)}` },
+        "div",
+        { class: "call", role: "group", "aria-label": `Result of ${nameOf(id)}` },
         element("strong", {}, `${nameOf(id)} returned`),
         element("pre", { tabindex: 0 }, element("code", {}, laidOut(text))),
       ),

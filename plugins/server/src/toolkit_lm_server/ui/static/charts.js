@@ -25,11 +25,11 @@ export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** The next round number: 1, 2 or 5 times a power of ten. */
+/** The next round number whose half is round, too: 1, 2 or 4 times a power of ten. */
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+  return [1, 2, 4, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
 function frame(context, width, height, top, label) {
@@ -42,7 +42,9 @@ function frame(context, width, height, top, label) {
     context.moveTo(0, y);
     context.lineTo(width, y);
     context.stroke();
-    if (part) context.fillText(label(top * part), 0, y - 3);
+    // Half of a small top may round to the same text.
+    const doubled = part === 0.5 && label(top / 2) === label(top);
+    if (part && !doubled) context.fillText(label(top * part), 0, y - 3);
   }
 }
 
@@ -52,7 +54,7 @@ function frame(context, width, height, top, label) {
  */
 export function lines(canvas, series, slots, label) {
   const { context, width, height } = prepared(canvas);
-  const top = roundUp(Math.max(1, ...series.flatMap((one) => one.values)));
+  const top = roundUp(Math.max(2, ...series.flatMap((one) => one.values)));
   frame(context, width, height, top, label);
   for (const one of series) {
     const n = one.values.length;
@@ -116,7 +118,9 @@ export function histogram(canvas, counts, labels) {
   context.fillStyle = colour("line-strong");
   context.fillRect(0, floor, width, 1);
   context.fillStyle = colour("faint");
-  context.fillText(labels[0], 0, height - 2);
+  const [left, right] = labels.map((label) => context.measureText(label).width);
+  if (labels[0] !== labels[1] && left + right + 6 < width)
+    context.fillText(labels[0], 0, height - 2);
   context.textAlign = "right";
   context.fillText(labels[1], width, height - 2);
   context.textAlign = "left";

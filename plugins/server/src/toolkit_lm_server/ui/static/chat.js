@@ -100,7 +100,7 @@ function welcome() {
   return element(
     "div",
     { class: "empty" },
-    element("h1", {}, title),
+    element("h2", {}, title),
     element("p", {}, note),
     element("div", { class: "examples" }, ...buttons),
   );

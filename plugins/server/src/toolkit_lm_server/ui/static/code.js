@@ -60,7 +60,7 @@ export function codeBlock(text, language) {
     copyButton("Copy code", () => text),
   );
   const label = language ? `Code: ${language.slice(0, 30)}` : "Code";
-  const block = element("pre", { tabindex: 0, role: "region", "aria-label": label }, code);
+  const block = element("pre", { tabindex: 0, role: "group", "aria-label": label }, code);
   return element("div", { class: "code" }, head, block);
 }
 

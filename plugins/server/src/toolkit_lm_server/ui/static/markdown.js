@@ -155,7 +155,7 @@ function table(lines, at) {
   for (; next < lines.length && lines[next].trim() && lines[next].includes("|"); next++)
     body.append(row("td", cells(lines[next])));
   const made = element("table", {}, element("thead", {}, row("th", head)), body);
-  const around = { class: "table", tabindex: 0, role: "region", "aria-label": "Table" };
+  const around = { class: "table", tabindex: 0, role: "group", "aria-label": "Table" };
   return [element("div", around, made), next];
 }
 
