@@ -25,7 +25,8 @@ SHAPES = {
     "toolkit_lm_whisper/formats.py toolkit_lm_whisper/timestamps.py",
     "plugins": (
         "toolkit_lm_batches/records.py toolkit_lm_lora/__init__.py toolkit_lm_rl/extension.py "
-        "toolkit_lm_structured_output/params.py "
+        "toolkit_lm_model_pool/durations.py toolkit_lm_model_pool/listing.py "
+        "toolkit_lm_model_pool/schemas.py toolkit_lm_structured_output/params.py "
         "toolkit_lm_sentence_transformers/late_interaction.py "
         "toolkit_lm_transcription/routes.py"
     ),

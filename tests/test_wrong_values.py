@@ -104,6 +104,8 @@ OF_THE_COMMAND_LINE = (
     ),
     # Flags of `toolkit` itself.
     "plugins/lora/src/toolkit_lm_lora/flags.py",
+    # `toolkit ps`, `toolkit load` and `toolkit unload`.
+    "plugins/model_pool/src/toolkit_lm_model_pool/remote.py",
     # `toolkit worker`.
     "contrib_backends/executor_mp/src/toolkit_lm_executor_mp/node.py",
     # The start of `toolkit serve`, and `toolkit batch`. Their clients have no flags.
