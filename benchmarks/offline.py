@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from checkpoints import VOCAB_SIZE, make_llama_160m
 
@@ -42,10 +43,10 @@ def workload(name: str, seed: int) -> Workload:
 class Toolkit:
     name = "toolkit-lm"
 
-    def __init__(self, model: Path):
+    def __init__(self, model: Path, **options: Any):
         from toolkit_lm import LLM
 
-        self.llm = LLM(str(model), max_model_len=1024, max_num_seqs=BATCH)
+        self.llm = LLM(str(model), max_model_len=1024, max_num_seqs=BATCH, **options)
 
     def run(self, work: Workload) -> None:
         from toolkit_lm import SamplingParams
@@ -62,9 +63,11 @@ class Transformers:
 
     def __init__(self, model: Path):
         import torch
-        from transformers import AutoModelForCausalLM
+        import transformers
 
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        (name,) = transformers.AutoConfig.from_pretrained(model).architectures
+        model_class = getattr(transformers, name)
+        self.model = model_class.from_pretrained(model, dtype=torch.bfloat16).eval()
         self.model.generation_config.eos_token_id = None
 
     def run(self, work: Workload) -> None:

@@ -1,5 +1,6 @@
-"""Decode and prefill of models with recurrent states or latent caches, against transformers'
-`generate`, in one process, runs interleaved (A B A B), medians.
+"""Decode and prefill of models with recurrent states, latent caches, sinks, experts or positions in
+three directions, against transformers' `generate`, in one process, runs interleaved (A B A B),
+medians. Of Qwen3-VL the language part is measured: prompts have no pictures.
 
 usage: python benchmarks/states.py [--runs 3] [--only qwen3_next,bamba,deepseek_v2] [--profile]
 
@@ -106,6 +107,47 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
     ),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"intermediate_size": 3072}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 512,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {**COMMON, "head_dim": 128},
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 4,
+                "out_hidden_size": 512,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "tie_word_embeddings": True,
+            "image_token_id": 4,
+            "video_token_id": 5,
+            "vision_start_token_id": 6,
+            "vision_end_token_id": 7,
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         {
@@ -133,10 +175,17 @@ def make(folder: Path, shape: str) -> Path:
     architecture, fields = SHAPES[shape]
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture)
-    model = model_class(model_class.config_class(**COMMON | fields))
+    own = fields if "text_config" in fields else COMMON | fields
+    model = model_class(model_class.config_class(**own))
     model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def toolkit(folder: Path, shape: str) -> Toolkit:
+    # A processor of pictures is not needed by prompts without.
+    sees = "vision_config" in SHAPES[shape][1]
+    return Toolkit(folder, **({"renderer": "tokens"} if sees else {}))
 
 
 def workload(count: int, prompt: int, new: int, seed: int) -> Workload:
@@ -162,7 +211,7 @@ def prefill_rate(system: Toolkit | Transformers, seed: int) -> float:
 
 
 def measure(folder: Path, shape: str, runs: int) -> None:
-    systems = [Toolkit(folder), Transformers(folder)]
+    systems = [toolkit(folder, shape), Transformers(folder)]
     for name, rate in (("decode", decode_rate), ("prefill", prefill_rate)):
         found: dict[str, list[float]] = {system.name: [] for system in systems}
         for run in range(runs + 1):
@@ -177,11 +226,11 @@ def measure(folder: Path, shape: str, runs: int) -> None:
         )
 
 
-def profile(folder: Path) -> None:
+def profile(folder: Path, shape: str) -> None:
     """Prints what steps of our own spend their time on."""
     import torch
 
-    system = Toolkit(folder)
+    system = toolkit(folder, shape)
     for name, work in (
         ("decode", workload(BATCH, 16, 64, 1)),
         ("prefill", workload(4, 512, 1, 1)),
@@ -207,7 +256,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = make(Path(name), shape)
             if args.profile:
-                profile(folder)
+                profile(folder, shape)
             else:
                 measure(folder, shape, args.runs)
 
