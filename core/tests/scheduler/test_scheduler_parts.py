@@ -205,14 +205,30 @@ class TestDeadlines:
     def test_each_is_named_once(self):
         deadlines = Deadlines()
         assert deadlines.earliest == math.inf
-        for time, name in ((3.0, "c"), (1.0, "a"), (2.0, "b")):
+        given = {"c": 3.0, "a": 1.0, "b": 2.0}
+        requests = {name: SimpleNamespace(deadline=time) for name, time in given.items()}
+        for name, time in given.items():
             deadlines.add(time, name)
         assert deadlines.earliest == 1.0
-        assert deadlines.passed(0.5) == []
-        assert deadlines.passed(2.0) == ["a", "b"]
+        assert list(deadlines.passed(0.5, requests)) == []
+        assert list(deadlines.passed(2.0, requests)) == [requests["a"], requests["b"]]
         assert deadlines.earliest == 3.0
-        assert deadlines.passed(9.0) == ["c"]
+        assert list(deadlines.passed(9.0, requests)) == [requests["c"]]
         assert deadlines.earliest == math.inf
+
+    def test_those_that_have_ended_are_passed_over(self):
+        """Also those whose id another request has now: one that ends later, or never, or that the
+        first of two deadlines ends."""
+        deadlines = Deadlines()
+        for name in ("ended", "later", "never", "again", "again"):
+            deadlines.add(1.0, name)
+        requests = {
+            "later": SimpleNamespace(deadline=5.0),
+            "never": SimpleNamespace(deadline=None),
+            "again": SimpleNamespace(deadline=1.0),
+        }
+        found = [requests.popitem()[1] for _ in deadlines.passed(2.0, requests)]
+        assert [request.deadline for request in found] == [1.0]
 
 
 class TestRoster:

@@ -159,7 +159,8 @@ class Scheduler:
         before the results of a planned step."""
         now = time.monotonic()
         if now >= self._deadlines.earliest:
-            self._time_out(now)
+            for request in self._deadlines.passed(now, self.roster.requests):
+                self.outputs += self.endings.end(request, "timeout")
         if self.planners.failed:
             self._fail_parts()
         if self.roster.loading:
@@ -432,10 +433,3 @@ class Scheduler:
             self.endings.finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
         return outputs
-
-    def _time_out(self, now: float) -> None:
-        for request_id in self._deadlines.passed(now):
-            request = self.roster.requests.get(request_id)
-            # A new request may have reused the id of a finished one.
-            if request is not None and request.deadline is not None and request.deadline <= now:
-                self.outputs += self.endings.end(request, "timeout")
