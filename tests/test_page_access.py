@@ -72,6 +72,40 @@ def test_axe_finds_no_fault(visit, tiny, width, scheme):
     assert {name: faults for name, faults in found.items() if faults} == {}
 
 
+def test_all_is_reached_by_the_keyboard_in_order(visit, tiny):
+    page = visit(f"{tiny}/", viewport={"width": 1280, "height": 900})
+    expect(page.locator("#status-dot")).to_have_class("dot ready")
+    answer_with(page, {"content": "Hello."})
+    ask(page, "Hello")
+    page.focus("#docs-link")
+    seen = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        name, ring = page.evaluate(
+            """() => {
+                const one = document.activeElement;
+                const name = one.id || one.getAttribute("aria-label") || one.textContent;
+                return [name, getComputedStyle(one).outlineStyle];
+            }"""
+        )
+        seen.append(name)
+        # The box around the input has a ring of its own.
+        assert ring != "none" or name == "input", name
+        if name == "input":
+            break
+    order = ["theme", "mode-chat", "mode-text", "shelf-toggle", "settings-toggle"]
+    order += ["new-chat", "messages", "Edit", "Copy", "Retry", "Continue", "attach", "input"]
+    assert [name for name in seen if name in order] == order
+    page.focus("#shelf-toggle")
+    page.keyboard.press("Enter")
+    expect(page.locator("#shelf-search")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#shelf-toggle")).to_be_focused()
+    # A screen reader hears an answer once, when it is whole.
+    expect(page.locator("#announcer")).to_have_text("Hello.")
+    assert page.locator("#messages").get_attribute("aria-live") == "off"
+
+
 def test_a_telephone(visit, tiny):
     options = {"has_touch": True, "is_mobile": True}
     page = visit(f"{tiny}/", viewport={"width": 390, "height": 800}, **options)
