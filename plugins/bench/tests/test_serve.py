@@ -289,6 +289,28 @@ def test_without_usage_tokens_are_counted_and_that_is_said(server, bench):
     assert "note: the server reported no usage for 4 requests." in err
 
 
+@pytest.mark.parametrize("command", ["serve", "sweep"])
+@pytest.mark.parametrize(
+    ("card", "below"),
+    [
+        ({"vocab_size": 40}, 40),
+        ({"meta": {"n_vocab": 50}}, 50),
+        ({"vocab_size": 5000}, 100),
+        ({"vocab_size": None, "meta": None}, 100),
+        ({"vocab_size": "many"}, 100),
+        ({}, 100),
+    ],
+)
+def test_prompts_are_of_the_models_vocabulary(server, bench, command, card, below):
+    server.models = [{"id": "other", "vocab_size": 11}, {"id": "mine", **card}]
+    load = ["--concurrencies", "4"] if command == "sweep" else []
+    flags = ["--vocab-size", 100, "--num-prompts", 8, "--output-len", 1, "--model", "mine"]
+    code, _, err = bench(command, "--url", server.url, *flags, *load)
+    assert code == 0, err
+    sent = [token_id for asked in server.asked for token_id in asked["prompt"]]
+    assert below // 2 < max(sent) < below
+
+
 def test_a_server_without_models(server, bench):
     server.models = []
     code, _, err = bench("serve", "--url", server.url, *SMALL)
@@ -312,7 +334,7 @@ def test_nobody_answers(server, bench):
             ["serve", "--request-rate", "fast"],
             "'fast' is not a number of requests per second above 0, or inf",
         ),
-        (["serve", "--request-rate", "0"], "'request_rate'"),
+        (["serve", "--request-rate", "0"], "--request-rate: '0'"),
         (["serve", "--concurrency", "0"], "'0' is not a number of requests, at least 1"),
         (["serve", "--goodput", "ttf:3"], "Did you mean 'ttft'?"),
         (["serve", "--goodput", "ttft"], "needs milliseconds above 0, as in ttft:200"),
@@ -326,9 +348,9 @@ def test_nobody_answers(server, bench):
         (["serve", "--dataset", "sharegpt"], "'sharegpt' needs a file"),
         (["serve", "--output", "/nowhere/x.json"], "'/nowhere/x.json' cannot be written"),
         (["serve", "--api-key", "ä"], "--api-key must be printable ASCII"),
-        (["sweep"], "give either option 'concurrencies' or option 'request_rates'"),
-        (["sweep", "--concurrencies", "1,x"], "'concurrencies': 'x'"),
-        (["sweep", "--request-rates", "1,-2"], "'request_rates': '-2'"),
+        (["sweep"], "give either --concurrencies or --request-rates"),
+        (["sweep", "--concurrencies", "1,x"], "--concurrencies: 'x'"),
+        (["sweep", "--request-rates", "1,-2"], "--request-rates: '-2'"),
         (["sweep", "--concurrencies", "1", "--plot", "x.gif"], "must end in .png"),
         (
             ["throughput", "tiny", "--dataset", "conversation"],

@@ -138,6 +138,13 @@ class Stream:
         )
 
 
+def _vocab_size(card: dict[str, Any]) -> int | None:
+    """What the description of a model says of its vocabulary: ours, or that of llama.cpp."""
+    meta = card.get("meta")
+    found = card.get("vocab_size") or (meta.get("n_vocab") if isinstance(meta, dict) else None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def parse_address(url: str) -> URL:
     """The address of a server, up to what comes before /v1. Raises ConfigError."""
     try:
@@ -158,6 +165,8 @@ class Client:
         self, target: TargetOptions, sampling: SamplingOptions, model: str | None, endpoint: str
     ) -> None:
         self.model = model
+        self.vocab_size: int | None = None
+        """Number of the model's tokens, once `connect` has asked. None where no server says it."""
         self._address = parse_address(target.url)
         self._target = target
         self._route = _ROUTES[endpoint]
@@ -214,16 +223,18 @@ class Client:
                 body = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ToolkitError(f"no answer from {where}: {self._reason_of(error)}") from error
-        if self.model is not None:
-            return
-        if status != 200:
+        if status != 200 and self.model is None:
             raise ToolkitError(
                 f"{where} does not list its models ({status}): {_refusal(body)}. Name one with "
                 "--model."
             )
         try:
-            self.model = str(json.loads(body)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+            cards = {str(card["id"]): card for card in json.loads(body)["data"]}
+            self.model = self.model or next(iter(cards))
+            self.vocab_size = _vocab_size(cards.get(self.model, {}))
+        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            if self.model is not None:
+                return
             message = (
                 f"{where} does not speak OpenAI's API: /v1/models gives no list of models. Name "
                 "one with --model."

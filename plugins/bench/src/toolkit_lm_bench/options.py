@@ -45,7 +45,10 @@ class DatasetOptions(Struct, frozen=True, kw_only=True):
         int, option("Tokens that all prompts of shared-prefix begin with.", ge=1)
     ] = 128
     vocab_size: Annotated[
-        int, option("Random token ids are below it. No model may have fewer tokens.", ge=10)
+        int,
+        option(
+            "Random token ids are below it, and below what the model has, if that is known.", ge=10
+        ),
     ] = 1000
 
 

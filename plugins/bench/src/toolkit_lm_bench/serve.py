@@ -64,22 +64,26 @@ def serve(plan: SweepSetup, load: Load, *, index: int = 0) -> Served:
     server answers, ConfigError."""
     client = Client(plan.target, plan.sampling, plan.model, plan.endpoint)
     slo = plan.options.slo
-    # Prompts are made before the first request. The warm-up has others, which leave nothing in a
-    # prefix cache.
     seed = SEED_STRIDE * plan.options.seed + 2 * index
-    works = make_works(plan.dataset, seed)
-    num_warmup = min(plan.options.warmup, len(works))
-    warmup = (
-        make_works(msgspec.structs.replace(plan.dataset, num_prompts=num_warmup), seed + 1)
-        if num_warmup
-        else []
-    )
-
     _allow_connections()
     rng = random.Random(seed)  # nosec B311 # no secret
 
+    def make(vocab_size: int) -> tuple[list[Work], list[Work]]:
+        """The warm-up's prompts, which leave nothing in a prefix cache, and those to measure."""
+        dataset = msgspec.structs.replace(plan.dataset, vocab_size=vocab_size)
+        works = make_works(dataset, seed)
+        few = msgspec.structs.replace(dataset, num_prompts=min(plan.options.warmup, len(works)))
+        return make_works(few, seed + 1) if few.num_prompts else [], works
+
+    # Prompts are made before the first request, and faults of a file are told before a connection.
+    warmup, works = make(plan.dataset.vocab_size)
+
     async def run() -> tuple[list[Sample], float]:
         async with client.connect():
+            nonlocal warmup, works
+            known = min(plan.dataset.vocab_size, client.vocab_size or plan.dataset.vocab_size)
+            if known < plan.dataset.vocab_size:
+                warmup, works = make(known)
             await send_works(client, warmup, load, rng)
             start = time.perf_counter()
             samples = await send_works(client, works, load, rng)

@@ -376,6 +376,8 @@ class ModelCard(Described):
     """The model that an adapter belongs to. null: the model itself."""
     max_model_len: int
     """Most tokens of prompt and output together."""
+    vocab_size: int | None
+    """Number of token ids that prompts may hold. null: the checkpoint does not say."""
     sampling_defaults: dict[str, int | float]
     """Defaults from generation_config.json, for requests that say nothing."""
     permission: list[ModelPermission]

@@ -170,6 +170,7 @@ class Served:
             "root": config.model.model if alias is None else alias.root,
             "parent": None if alias is None else self._models[None].served_model_name,
             "max_model_len": config.max_model_len,
+            "vocab_size": config.vocab_size,
             "sampling_defaults": config.sampling_defaults,
             "permission": [self._permission],
         }
