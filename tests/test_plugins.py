@@ -286,7 +286,7 @@ def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
     given = flags.get(way, ["greet", "you"]) + (["--config", str(file)] if way == "file" else [])
     done = toolkit(*given, plugins=["good"], **environ)
     assert done.returncode == 2
-    assert "No such command 'greet'" in done.stderr
+    assert "no such command 'greet'" in done.stderr
 
 
 def test_only_the_allowed_are_imported(toolkit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_the_commands_of_other_plugins_work_without_the_plugin_cli(toolkit, tmp_
         toolkit("--plugins", "devkit", "plugins", "new", "command", "mine", "--dir", tmp_path).code
         == 0
     )
-    assert "No such command 'chat'" in toolkit("--plugins", "devkit", "chat").err
+    assert "no such command 'chat'" in toolkit("--plugins", "devkit", "chat").err
 
 
 def test_the_entry_module_imports_no_parser():
@@ -47,7 +48,7 @@ def test_no_command_shows_the_help(toolkit):
 def test_an_unknown_command_names_the_nearest(toolkit):
     done = toolkit("explan")
     assert (done.code, done.out) == (2, "")
-    assert "No such command 'explan'. Did you mean 'explain'" in done.err
+    assert "no such command 'explan'. Did you mean 'explain'" in done.err
 
 
 def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
@@ -95,13 +96,11 @@ def test_variables_that_are_no_options_import_no_other_command():
 def test_plugins_list_and_show(toolkit):
     shown = toolkit("plugins", "list")
     assert shown.code == 0
-    for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
+    for part in ("core", "toolkit-lm-decoder", __version__, "ok", "commands, hookspecs"):
         assert part in shown.out
-    whole = (
-        "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_kv_tiers, "
-        "toolkit_register_scheduling_policies"
-    )
-    assert whole in shown.out, "lines are whole in a pipe"
+    rows = json.loads(toolkit("plugins", "list", "--json").out)
+    assert len(shown.out.splitlines()) == len(rows), "a line for each, whole in a pipe"
+    assert "executors, kernels, kv kinds, kv tiers, scheduling policies" in shown.out
     assert "toolkit_lm.kv.spec:FullSpec" in toolkit("plugins", "show", "core").out
     for name in ("toolkit-lm-cli", "Toolkit_LM.cli"):
         assert "toolkit_lm_cli.generate:generate" in toolkit("plugins", "show", name).out
@@ -136,3 +135,25 @@ def test_prompts_are_lines_that_end_at_a_newline_and_are_not_blank(tmp_path, too
     file.write_bytes('{"prompt": "a\u2028b\x85"}\r\n\n \n{"prompt": "c"}\n'.encode())
     assert _read(file) == ['{"prompt": "a\u2028b\x85"}', '{"prompt": "c"}']
     assert "Blank lines are left out" in " ".join(toolkit("generate", "--help").out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "--prot", "3"], "no such option: --prot (Possible options: --host, --port"),
+        (["nothing"], "no such command 'nothing'. Known: bench, "),
+        (["plugins", "nothing"], "no such command 'nothing'. Known: api, "),
+        (["quantize"], "missing option '--out'. See `toolkit quantize --help`."),
+        (["serve", "a", "b"], "got unexpected extra argument(s) (b). See `toolkit serve --help`."),
+        (["serve", "--port"], "option '--port' requires an argument."),
+        (["serve", "--port", "x"], "--port must be a whole number, not 'x'."),
+        (["serve", "tiny", "--max-model-len", "0"], "--max-model-len must be at least 1, not 0."),
+        (["bench", "sweep"], "give either --concurrencies or --request-rates, such as "),
+        (["env", "--nothing"], "no such option: --nothing. See `toolkit env --help`."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_use_is_one_line_of_one_style(toolkit, words, message):
+    done = toolkit(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}") and done.err.count("\n") == 1

@@ -60,7 +60,7 @@ def test_standard_input_is_a_text_a_line(toolkit, checkpoint, tmp_path, monkeypa
     np.testing.assert_allclose(vectors[[0, 2]], expected(llm, ["Zürich", "last"]), atol=1e-5)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
     done = toolkit("embed", checkpoint, "--in", "-", "--out", tmp_path / "none.npy", *SMALL)
-    assert (done.code, done.err) == (2, "error: option 'in': '-' is empty.\n")
+    assert (done.code, done.err) == (2, "error: --in: '-' is empty.\n")
 
 
 def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
@@ -136,7 +136,7 @@ def test_long_lines_are_errors_or_cut(embed, llm):
         ("in.txt", "x", ("--task", "classify"), "Supported: embed, token_embed"),
         ("in.txt", "x", ("--dimensions", "17"), "ask for 1 to 16"),
         ("in.txt", "x", ("--prompt-name", "query"), "no prompt 'query'"),
-        ("in.txt", "x", ("--field", "text"), "'field' is for .jsonl files"),
+        ("in.txt", "x", ("--field", "text"), "--field is for .jsonl files"),
     ],
 )
 def test_what_is_wrong_with_all_lines_is_one_error(embed, name, content, arguments, error):

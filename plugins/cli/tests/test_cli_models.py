@@ -93,7 +93,7 @@ def test_a_wrong_prompts_file_is_one_error(toolkit, checkpoint, tmp_path, name, 
         "generate", checkpoint, "--prompts", tmp_path / name, "--out", tmp_path / "out.jsonl"
     )
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: option 'prompts': ")
+    assert done.err.startswith("error: --prompts: ")
     assert error in done.err
 
 

@@ -182,7 +182,7 @@ def test_parameters_of_logits_processors_have_flags(invoke):
             flags.params(overrides)
     with pytest.raises(ConfigError, match=r"^--loud-times must be between 0 and 9, not 10"):
         invoke("probe", "--loud-times", "10")
-    with pytest.raises(Exception, match="No such option: --loud-secret"):
+    with pytest.raises(Exception, match="no such option: --loud-secret"):
         invoke("probe", "--loud-secret")
     registry = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[ProbePlugin()]).logits_processors
     [flag] = get_args(
@@ -233,7 +233,7 @@ def test_switches_that_may_be_unset(invoke, monkeypatch):
 
 
 def test_no_abbreviations(invoke):
-    with pytest.raises(Exception, match=r"No such option: --block-siz"):
+    with pytest.raises(Exception, match=r"no such option: --block-siz"):
         invoke("probe", "--block-siz", "8")
 
 

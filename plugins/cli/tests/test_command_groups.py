@@ -101,7 +101,7 @@ def test_groups_nest_and_end_in_a_typer_app(group, install):
 def test_an_unknown_command_of_a_group_names_the_known_ones(group):
     done = group("tool", "zzz")
     assert (done.code, done.out) == (2, "")
-    assert "Usage: toolkit tool" in done.err
-    assert "No such command 'zzz'. Known: deep, one, two." in done.err
-    assert "No such command 'tow'. Did you mean 'two'?" in group("tool", "tow").err
+    expected = "no such command 'zzz'. Known: deep, one, two. See `toolkit tool --help`."
+    assert done.err == f"error: {expected}\n"
+    assert "no such command 'tow'. Did you mean 'two'?" in group("tool", "tow").err
     assert "Did you mean 'tool'?" in group("tol").err

@@ -44,10 +44,22 @@ def test_the_help_explains_the_commands_own_options_and_names_the_others(narrow)
     short = narrow("serve", "--help").out
     assert len(short.splitlines()) < len(whole.splitlines()) * 2 / 3
     assert "Address to listen on." in short
+    assert "Seconds that running requests get" not in short and "--shutdown-timeout" in short
     for o in VllmConfig.options():
         assert o.name == "model" or o.flag in short
     assert ("Tokens per block" in short, "Tokens per block" in whole) == (False, True)
     assert "toolkit serve --help=SECTION" in short
+
+
+def test_the_help_of_a_server_begins_with_what_is_used_most(narrow):
+    shown = narrow("serve", "--help").out
+    [_, first] = shown.split("\nMost used:\n")
+    explained = re.findall(r"(?m)^  (--[a-z-]+)", first.partition("\n\n")[0])
+    assert explained[:3] == ["--host", "--port", "--api-key"] and len(explained) == 12
+    flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*(?=[ ,\n])", first.partition("More options:")[2])
+    assert not set(explained) & set(flags), "each is there once"
+    assert shown.index("Most used:") < shown.index("\nOptions:") < shown.index("More options:")
+    assert "Most used:" not in narrow("serve", "--help=all").out + narrow("render", "--help").out
 
 
 def test_a_section_is_shown_by_its_name(narrow):
@@ -72,7 +84,7 @@ def test_an_unknown_section_names_the_nearest(narrow):
 
 
 def test_a_text_after_two_dashes_asks_for_no_help(narrow):
-    assert "Got unexpected extra argument" in narrow("env", "--", "--help=all").err
+    assert "got unexpected extra argument" in narrow("env", "--", "--help=all").err
 
 
 def test_choices_that_do_not_fit_go_on_in_the_next_line(toolkit, monkeypatch):

@@ -72,4 +72,4 @@ def test_without_this_plugin_it_is_an_unknown_command(toolkit):
         assert command in toolkit("plugins", "--help").out
         done = toolkit("--disable-plugins", "devkit", "plugins", command)
         assert (done.code, done.out) == (2, "")
-        assert f"No such command '{command}'. Known: api, list, show." in done.err
+        assert f"no such command '{command}'. Known: api, list, show." in done.err

@@ -22,6 +22,7 @@ from toolkit_lm_commands.config_file import flag_value, merge_options
 from toolkit_lm_commands.registry import CommandRegistry
 
 Section = type[msgspec.Struct]
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _NAME = re.compile(
     r"(?<![\w./'\"-])(?P<name>[a-z][a-z_]*)(?:=(?P<value>'[^']*'|\['[^]]*'\]|[\w]+))?(?![\w'=/-])"
@@ -44,7 +45,7 @@ class CommandFlags(Protocol):
         """The argument, from the flags that are given. Raises ConfigError."""
 
 
-def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def engine_command(*extra_sections: Section, first: Sequence[str] = ()) -> _Decorator:
     """Makes a Typer command of a function. What the function asks for by type is made from flags,
     environment and config file:
 
@@ -56,9 +57,10 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
     - `Plugins`: the loaded plugins;
     - `typer.Context`, and any parameter that Typer itself understands, as it is.
 
+    `first`: options that `--help` explains; of the others of `extra_sections` it then has names.
+
     Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default. Its
-    attribute `with_processors` makes the command with flags for the parameters of plugins' logits
-    processors besides; `toolkit` runs that one.
+    attribute `with_processors`, which `toolkit` runs, has flags for logits processors besides.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,13 +98,26 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 list(_parameters(function, wanted, sections, flags)),
                 [o.name for o in options],
             )
-            vars(command)["folded_sections"] = ("Sampling", *map(_title, _core_sections()))
+            _tell_help(command, sections, options, first)
             vars(command)["with_processors"] = with_processors
             return command
 
         return with_processors(LogitsProcessorRegistry())
 
     return decorate
+
+
+def _tell_help(
+    command: Callable[..., Any],
+    sections: Sequence[Section],
+    options: Sequence[Option],
+    first: Sequence[str],
+) -> None:
+    """Tells what `--help` shows of a command: the flags that come first, and folded sections."""
+    flags = {option.name: option.flag for option in options}
+    folded = [*_core_sections(), *(sections if first else ())]
+    vars(command)["folded_sections"] = ("Sampling", *map(_title, folded))
+    vars(command)["first_flags"] = [flags[name] for name in first]
 
 
 def _told_in_flags(

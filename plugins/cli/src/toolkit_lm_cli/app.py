@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -17,6 +19,7 @@ from toolkit_lm.plugin import Plugins, way_to_get
 from toolkit_lm_commands.options import in_flags
 from toolkit_lm_commands.registry import CommandRegistry, FlagNamesRegistry
 from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
 
 from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.help_page import Row, asked_section, help_page, section_page
@@ -24,6 +27,7 @@ from toolkit_lm_cli.prescan import plugins_config
 
 _NAME = "cli"
 """Name of this plugin."""
+_OPTION = re.compile(r"(^|\beither |\bor )option '([a-z][a-z_]*)'")
 _COMPLETING = "_TOOLKIT_COMPLETE"
 """Variable by which a shell asks for completions."""
 
@@ -33,13 +37,28 @@ class SectionedCommand(TyperCommand):
 
     folded: Sequence[str] = ()
     """Sections of which `--help` shows the flags' names alone."""
+    first: Sequence[str] = ()
+    """Flags that `--help` explains first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _show_section(self, ctx, args)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(help_page(self, ctx, self.folded))
+        formatter.write(help_page(self, ctx, self.folded, first=self.first))
+
+
+@contextmanager
+def _as_toolkit_errors() -> Iterator[None]:
+    """Makes Typer's errors of usage errors as all others are: a message, and what to read."""
+    try:
+        yield
+    except TyperException as error:
+        text = error.format_message().rstrip(".")
+        message = f"{text[:1].lower()}{text[1:]}."
+        if (ctx := getattr(error, "ctx", None)) is not None:
+            message += f" See `{ctx.command_path} --help`."
+        raise (ConfigError if error.exit_code == 2 else ToolkitError)(message) from error
 
 
 class LazyGroup(TyperGroup):
@@ -49,6 +68,16 @@ class LazyGroup(TyperGroup):
     def __init__(self, *, path: str = "", **attrs: Any) -> None:
         super().__init__(**attrs)
         self.path = path
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        with _as_toolkit_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _as_toolkit_errors():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_commands(ctx).children(self.path))
@@ -166,11 +195,16 @@ def run(arguments: Sequence[str]) -> int:
             if "--traceback" in own:
                 traceback.print_exception(error)
             else:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {_with_flags(str(error))}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
             return 130
     raise AssertionError("the command neither ended nor raised")
+
+
+def _with_flags(message: str) -> str:
+    """A message that names options of any plugin by their flags."""
+    return _OPTION.sub(lambda found: f"{found[1]}--{found[2].replace('_', '-')}", message)
 
 
 def _load(config: PluginsConfig) -> Plugins:
@@ -212,6 +246,7 @@ def _as_command(name: str, target: Any) -> Any:
     command = typer.main.get_command(group)
     if isinstance(command, SectionedCommand):
         command.folded = getattr(target, "folded_sections", ())
+        command.first = getattr(target, "first_flags", ())
     return command
 
 

@@ -34,6 +34,27 @@ class Section(NamedTuple):
     rows: list[Row]
 
 
+def _with_first(sections: list[Section], flags: Sequence[str]) -> list[Section]:
+    """The sections with these flags moved to one of their own, behind the arguments."""
+
+    def is_first(row: Row) -> bool:
+        return _flag(row) in flags
+
+    found = sorted(
+        (row for section in sections for row in section.rows if is_first(row)),
+        key=lambda row: flags.index(_flag(row)),
+    )
+    if not found:
+        return sections
+    rest = [Section(title, [row for row in rows if not is_first(row)]) for title, rows in sections]
+    at = 1 if rest[0].title == "Arguments" else 0
+    return [
+        *rest[:at],
+        Section("Most used", found),
+        *(section for section in rest[at:] if section.rows),
+    ]
+
+
 def asked_section(arguments: Sequence[str]) -> str | None:
     """SECTION of `--help=SECTION`, where it is among a command's arguments."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -43,10 +64,15 @@ def asked_section(arguments: Sequence[str]) -> str | None:
 
 
 def help_page(
-    command: Any, ctx: Any, folded: Iterable[str] = (), commands: Sequence[Row] = ()
+    command: Any,
+    ctx: Any,
+    folded: Iterable[str] = (),
+    commands: Sequence[Row] = (),
+    first: Sequence[str] = (),
 ) -> str:
-    """The help of a command. Of `folded` sections it has the names of the flags alone."""
-    sections = list(_sections(command, ctx))
+    """The help of a command. Of `folded` sections it has the names of the flags alone. `first`:
+    flags that a section of their own explains, at the beginning."""
+    sections = _with_first(list(_sections(command, ctx)), first)
     short = set(folded) if len(sections) > _FEW else set()
     parts = [_usage(command, ctx), _paragraphs(command.help or "")]
     parts += [_section(section) for section in sections if section.title not in short]
@@ -162,8 +188,12 @@ def _name_lines(name: str) -> list[str]:
     return lines
 
 
+def _flag(row: Row) -> str:
+    return row.name.partition(" ")[0].rstrip(",")
+
+
 def _flags(section: Section) -> str:
-    names = ", ".join(row.name.partition(" ")[0].rstrip(",") for row in section.rows)
+    names = ", ".join(map(_flag, section.rows))
     return f"{' ' * _INDENT}{_bold(section.title.lower())}\n{_fill(names, 2 * _INDENT)}"
 
 

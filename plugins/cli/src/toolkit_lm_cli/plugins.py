@@ -33,16 +33,17 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
     if json_output:
         typer.echo(json.dumps([_row(plugins, info) for info in plugins.infos], indent=2))
         return
-    table = _new_table(3)
+    table = _new_table(4)
     for info in plugins.infos:
-        lines = [
-            f"{info.distribution} {info.version}",
-            info.file,
-            ", ".join(info.hooks),
-            info.error and f"error: {info.error}",
+        kinds = [
+            hook.removeprefix("toolkit_").removeprefix("register_").replace("_", " ")
+            for hook in info.hooks
         ]
         table.add_row(
-            info.name, Text(info.status, style=_COLORS[info.status]), "\n".join(filter(None, lines))
+            info.name,
+            Text(info.status, style=_COLORS[info.status]),
+            f"{info.distribution} {info.version}",
+            f"error: {info.error}" if info.error else ", ".join(kinds),
         )
     _print(table)
 

@@ -13,7 +13,7 @@ from toolkit_lm.errors import ConfigError, ToolkitError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli import early_process
 from toolkit_lm_commands import engine_command
-from toolkit_lm_server.cli import run, serve_engine
+from toolkit_lm_server.cli import FIRST, run, serve_engine
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names as check_routes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@engine_command(ServerOptions, PoolOptions)
+@engine_command(ServerOptions, PoolOptions, first=FIRST)
 def serve(
     config: VllmConfig,
     options: ServerOptions,

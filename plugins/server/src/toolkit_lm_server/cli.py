@@ -40,12 +40,27 @@ if TYPE_CHECKING:
 
 _WAITING = 64
 """Threads of a server whose threads mostly wait for render servers."""
+FIRST = (
+    "host",
+    "port",
+    "api_key",
+    "api_keys_file",
+    "served_model_name",
+    "dtype",
+    "quantization",
+    "device",
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory",
+)
+"""Options that `toolkit serve --help` explains first."""
 _ALONE = 0.5
 """Seconds that the making of the engine has the interpreter to itself. The engine's process waits
 for what it is to load."""
 
 
-@engine_command(ServerOptions)
+@engine_command(ServerOptions, first=FIRST)
 def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     serve_engine(config, options, plugins)
