@@ -431,6 +431,8 @@ def test_the_flags_in_the_guides_exist():
         "--no-markdown",
         "--no-reasoning",
         "--no-history",
+        # That of deploy/distributions.py.
+        "--to",
         "--prompt",
         # Those of `toolkit quality` and `toolkit quantize`.
         "--format",
