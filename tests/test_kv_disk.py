@@ -427,6 +427,17 @@ def test_options_that_cannot_be_met_are_refused(llama, own, more, text):
         LLM(str(llama), plugin_option={"kv_disk": own}, **SMALL | more)
 
 
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_used_stops_nobody(llama, tmp_path, caplog, place):
+    (tmp_path / "file").write_text("")
+    with engine(llama, tmp_path / "no") as llm:
+        expected = answers(llm)[0]
+    with engine(llama, tmp_path / place) as llm:
+        assert answers(llm)[0] == expected
+    told = [record for record in caplog.records if "no KV blocks are kept" in record.message]
+    assert len(told) == 1
+
+
 def test_models_with_an_encoder_keep_nothing(tmp_path, caplog):
     from transformers import BartConfig, BartForConditionalGeneration
 

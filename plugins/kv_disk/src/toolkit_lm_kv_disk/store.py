@@ -42,6 +42,25 @@ class DiskStore(KVTierStore):
         self._lock: Lock | None = None
         if options is None or options.dir is None or why_off(kv_cache) is not None:
             return
+        try:
+            self._open(config, kv_cache, options)
+        except OSError:
+            # The scheduler's half has said why.
+            return
+        self._pending: dict[Key, bytearray] = {}
+        self._work: deque[tuple[Key, bytearray | None]] = deque()
+        """What is to be written, in order. None: the block is to be dropped."""
+        self._num_pending = 0
+        """Bytes in `_work`."""
+        self._changed = threading.Condition()
+        self._ends = False
+        self._has_failed = False
+        self._readers = ThreadPoolExecutor(_READERS, "kv_disk read")
+        self._writer = threading.Thread(target=self._write_all, name="kv_disk write", daemon=True)
+        self._writer.start()
+
+    def _open(self, config: VllmConfig, kv_cache: KVCacheConfig, options: Any) -> None:
+        """Raises OSError for a folder that cannot be used."""
         base = Path(options.dir).expanduser()
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         identity = identity_of(config, kv_cache, base)
@@ -58,17 +77,6 @@ class DiskStore(KVTierStore):
             dict(enumerate(block_sizes(kv_cache))),
             writes=self._lock.is_held,
         )
-        self._pending: dict[Key, bytearray] = {}
-        self._work: deque[tuple[Key, bytearray | None]] = deque()
-        """What is to be written, in order. None: the block is to be dropped."""
-        self._num_pending = 0
-        """Bytes in `_work`."""
-        self._changed = threading.Condition()
-        self._ends = False
-        self._has_failed = False
-        self._readers = ThreadPoolExecutor(_READERS, "kv_disk read")
-        self._writer = threading.Thread(target=self._write_all, name="kv_disk write", daemon=True)
-        self._writer.start()
 
     def store(self, group: int, key: TierKey, block: BlockBytes) -> None:
         assert isinstance(key, bytes), "blocks are stored by digest"

@@ -178,11 +178,16 @@ class DiskTier(LruTier):
             self.is_off = True
             return
         base = Path(options.dir).expanduser()
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        identity = identity_of(config, kv_cache, base)
-        folder = folder_of(options.dir, identity)
-        self._lock = Lock(folder)
-        budget = make_room(options.dir, folder, disk_bytes(options))
+        try:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            identity = identity_of(config, kv_cache, base)
+            folder = folder_of(options.dir, identity)
+            self._lock = Lock(folder)
+            budget = make_room(options.dir, folder, disk_bytes(options))
+        except OSError as error:
+            logger.warning("no KV blocks are kept in %s: %s", options.dir, error)
+            self.is_off = True
+            return
         self._budget = int(_LIVE * share_of_rank(config, budget))
         parallel = config.parallel
         ranks = range(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
