@@ -144,7 +144,7 @@ def test_prompts_are_lines_that_end_at_a_newline_and_are_not_blank(tmp_path, too
         (["nothing"], "no such command 'nothing'. Known: bench, "),
         (["plugins", "nothing"], "no such command 'nothing'. Known: api, "),
         (["quantize"], "missing option '--out'. See `toolkit quantize --help`."),
-        (["serve", "a", "b"], "got unexpected extra argument(s) (b). See `toolkit serve --help`."),
+        (["env", "a", "b"], "got unexpected extra argument(s) (a b). See `toolkit env --help`."),
         (["serve", "--port"], "option '--port' requires an argument."),
         (["serve", "--port", "x"], "--port must be a whole number, not 'x'."),
         (["serve", "tiny", "--max-model-len", "0"], "--max-model-len must be at least 1, not 0."),
