@@ -65,6 +65,8 @@ def test_the_commands(make_adapters, tmp_path, capsys):
     assert "lm_head (weight)" in capsys.readouterr().err
     shutil.copytree(adapters.paths["tokens"], tmp_path / "all" / "good")
     (tmp_path / "all" / "bad").mkdir()
+    assert run(["lora", "list", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
     assert run(["lora", "list", str(tmp_path / "all")]) == 0
     printed = capsys.readouterr().out
     assert "good" in printed

@@ -17,7 +17,12 @@ from toolkit_lm_lora.files import AdapterFolder
 
 
 def list_adapters(
-    folder: Annotated[Path, typer.Argument(help="Folder with folders of adapters, or an adapter.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, file_okay=False, help="Folder with folders of adapters, or an adapter."
+        ),
+    ],
 ) -> None:
     """List the adapters of a folder: what they change, or why they cannot be run."""
     table = Table("name", "rank", "MiB", "digest", "changes")
