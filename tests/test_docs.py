@@ -431,8 +431,10 @@ def test_the_flags_in_the_guides_exist():
         "--no-markdown",
         "--no-reasoning",
         "--no-history",
-        # That of deploy/distributions.py.
+        # Those of deploy/distributions.py and of docker.
         "--to",
+        "--build-arg",
+        "--target",
         "--prompt",
         # Those of `toolkit quality` and `toolkit quantize`.
         "--format",
