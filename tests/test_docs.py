@@ -435,6 +435,10 @@ def test_the_flags_in_the_guides_exist():
         "--to",
         "--build-arg",
         "--target",
+        # Those of plugins, which are names of their options.
+        "--kv-cache-dir",
+        "--kv-cache-disk",
+        "--kv-cache-host",
         "--prompt",
         # Those of `toolkit quality` and `toolkit quantize`.
         "--format",
