@@ -130,18 +130,25 @@ def joined(stream: bytes) -> dict[Any, Any]:
 
 
 async def ask(
-    client: aiohttp.ClientSession, url: str, path: str, fields: dict[str, Any], most: int
+    client: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    fields: dict[str, Any],
+    begun: asyncio.Semaphore,
 ) -> dict[Any, Any]:
+    """What a stream of 300 tokens says. `begun` is released when the first of it has come."""
     body = {
         **fields,
-        "max_tokens": most,
+        "max_tokens": 300,
         "stream": True,
         "ignore_eos": "response_format" not in fields,
         "stream_options": {"include_usage": True},
     }
     async with client.post(f"{url}/v1/{path}", json=body) as answer:
         assert answer.status == 200, await answer.text()
-        stream = await answer.read()
+        first = await answer.content.read(1)
+        begun.release()
+        stream = first + await answer.read()
     assert (b"token_ids" in stream) == ("return_token_ids" in fields)
     return joined(stream)
 
@@ -150,18 +157,21 @@ async def test_a_kill_under_32_streams_loses_nothing(servers):
     commands, urls, router = servers
     timeout = aiohttp.ClientTimeout(total=240)
     async with aiohttp.ClientSession(timeout=timeout) as client:
-        alone = [await ask(client, urls[2], *kind, 160) for kind in KINDS]
+        alone = [await ask(client, urls[2], *kind, asyncio.Semaphore()) for kind in KINDS]
         kinds = [number % len(KINDS) for number in range(32)]
-        asking = [asyncio.create_task(ask(client, router, *KINDS[number], 160)) for number in kinds]
+        begun = asyncio.Semaphore(0)
+        asking = [
+            asyncio.create_task(ask(client, router, *KINDS[number], begun)) for number in kinds
+        ]
         # Requests without a stream are asked again elsewhere.
-        whole = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 160}
+        whole = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 300}
         whole |= {"ignore_eos": True}
         plain = [
             asyncio.create_task(post(client, f"{router}/v1/completions", whole)) for _ in range(4)
         ]
-        await asyncio.sleep(0.3)
-        while await started(client, urls[0]) < 3:
-            await asyncio.sleep(0.05)
+        # Others would be asked again, and not go on.
+        for _ in kinds:
+            await begun.acquire()
         commands[0].kill()
         found = await asyncio.gather(*asking)
         for number, got in zip(kinds, found, strict=True):
@@ -179,9 +189,3 @@ async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     async with client.post(url, json=body) as answer:
         assert answer.status == 200, await answer.text()
         return await answer.json()
-
-
-async def started(client: aiohttp.ClientSession, url: str) -> int:
-    """Number of requests that a server has under way."""
-    async with client.get(f"{url}/load") as answer:
-        return int((await answer.json())["server_load"])
