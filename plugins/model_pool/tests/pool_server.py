@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -171,12 +172,21 @@ class Served:
         return memory_of(self.engines())
 
 
+def ended(process: subprocess.Popen[str]) -> int:
+    """Exit code. A process that does not end writes the stacks of its threads, and is killed."""
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        return process.wait()
+
+
 @contextmanager
 def served(folder: Path, *arguments: str) -> Iterator[Served]:
     """A server with these arguments. It ends well."""
     log = folder / "server.log"
     code = "from toolkit_lm_cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-X", "faulthandler", "-c", code, "serve", *arguments, "--port", "0"]
     with (
         log.open("w") as file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process,
@@ -191,7 +201,8 @@ def served(folder: Path, *arguments: str) -> Iterator[Served]:
                 yield server
         finally:
             process.terminate()
-        assert process.wait(60) == 0, log.read_text()
+            status = ended(process)
+        assert status == 0, log.read_text()
         assert "Traceback" not in log.read_text()
 
 
