@@ -139,7 +139,7 @@ class Stream:
 
 
 def _vocab_size(card: dict[str, Any]) -> int | None:
-    """What the description of a model says of its vocabulary: ours, or that of llama.cpp."""
+    """Vocabulary size in the description of a model, ours or llama.cpp's; None: unknown."""
     meta = card.get("meta")
     found = card.get("vocab_size") or (meta.get("n_vocab") if isinstance(meta, dict) else None)
     return found if isinstance(found, int) and found > 0 else None

@@ -25,7 +25,7 @@ class KvGroup(BaseModel):
 
 
 class KvEventSource(BaseModel):
-    """Where one engine publishes its events."""
+    """Endpoints at which one engine publishes its events."""
 
     endpoint: str = Field(description="Address of the PUB socket, as this machine names it.")
     replay_endpoint: str | None = Field(

@@ -76,7 +76,7 @@ class Group(Struct, frozen=True):
 
 
 class Source(Struct, frozen=True):
-    """Where the events of one engine are published."""
+    """Endpoints at which the events of one engine are published."""
 
     endpoint: str
     replay_endpoint: str | None

@@ -86,7 +86,7 @@ class _Together(Collector):
 
 
 class _Kept(Collector):
-    """Those figures of a registry that begin with `_OF_HTTP`, or the others."""
+    """Figures of a registry that begin with `_OF_HTTP`, or the others."""
 
     def __init__(self, source: Collector, *, of_http: bool) -> None:
         self._source = source

@@ -35,7 +35,7 @@ class _Named(Struct):
 
 
 class Asked(Struct, frozen=True):
-    """What a request says to a pool."""
+    """Model and keep_alive that a request names."""
 
     model: str | None
     """The model's name. None: it names none."""
@@ -44,7 +44,7 @@ class Asked(Struct, frozen=True):
 
 
 async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
-    """What a request with this body asks for. Raises ApiError (400)."""
+    """The model and keep_alive of a request with this body. Raises ApiError (400)."""
     query = request.query_params.get("model")
     kind = request.headers.get("content-type", "")
     if not body:
