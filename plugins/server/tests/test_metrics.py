@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,18 +423,26 @@ def test_the_page_names_what_vllm_has():
 
 
 def test_processes(metrics):
-    metrics.observe(
-        SimpleNamespace(
-            health=lambda: Health("ready"),
-            num_restarts=0,
-            num_queued_tokens=0,
-            engine=engine_of(os.getpid()),
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.readline()
+        # The memory of a stopped process is the same at two readings.
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        metrics.observe(
+            SimpleNamespace(
+                health=lambda: Health("ready"),
+                num_restarts=0,
+                num_queued_tokens=0,
+                engine=engine_of(process.pid),
+            )
         )
-    )
-    found = parsed(metrics.text().decode())
-    assert (
-        found["process_resident_memory_bytes"] == found["engine_process_resident_memory_bytes"] > 0
-    )
+        found = parsed(metrics.text().decode())
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        process.kill()
+    assert found["engine_process_resident_memory_bytes"] == int(fields[21]) * resource.getpagesize()
+    assert found["process_resident_memory_bytes"] > 0
     metrics.observe(
         SimpleNamespace(
             health=lambda: Health("dead"),
