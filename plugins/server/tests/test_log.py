@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -338,3 +340,34 @@ def test_sizes():
         "5.0 GiB",
         "3000.0 TiB",
     ]
+
+
+INTERRUPTED = """
+import faulthandler, os, signal, sys
+from toolkit_lm_server.standard_streams import _Writer
+
+faulthandler.dump_traceback_later(60, exit=True)
+writer = _Writer(os.open(os.devnull, os.O_WRONLY))
+interrupts = 0
+
+def interrupt(*_):
+    global interrupts
+    interrupts += 1
+    writer.write("a line of an interrupt")
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+while interrupts < 2000:
+    writer.write("a line")
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(interrupts)
+"""
+"""A signal handler runs between any two steps of its thread, as a finalizer does."""
+
+
+def test_a_line_may_interrupt_a_line():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2000

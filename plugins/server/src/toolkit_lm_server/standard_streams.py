@@ -53,29 +53,36 @@ def logging_in_threads(*names: str) -> Iterator[None]:
 
 
 class _Writer:
-    """A stream whose text a thread writes to a file descriptor."""
+    """A stream whose text a thread writes to a file descriptor.
+
+    A finalizer may log while its own thread is in `write`. So no lock is held there that is not
+    reentrant.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._lines: queue.Queue[bytes] = queue.Queue(_MOST_LINES)
+        self._lines: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="toolkit_lm-log", daemon=True).start()
 
     def write(self, text: str) -> None:
-        with suppress(queue.Full):
-            self._lines.put_nowait(text.encode(errors="backslashreplace"))
+        if self._lines.qsize() < _MOST_LINES:
+            self._lines.put(text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
         """Has no effect: nothing is buffered."""
 
     def wait(self, deadline: float) -> None:
         """Waits until all is written, or the deadline is over."""
-        while self._lines.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
+        end = threading.Event()
+        self._lines.put(end)
+        end.wait(max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while True:
             line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
             with suppress(OSError):
                 while line:
                     line = line[os.write(self._number, line) :]
-            self._lines.task_done()
