@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -181,6 +182,19 @@ def ended(process: subprocess.Popen[str]) -> int:
         return process.wait()
 
 
+FIRST_LINE = 120
+"""Seconds after which a server that has printed no line is said to hang."""
+
+
+def first_line(process: subprocess.Popen[str], seconds: float = FIRST_LINE) -> str:
+    """The first line that a server prints, or "" where it ends without. A server that prints none
+    in time writes the stacks of its threads."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        process.send_signal(signal.SIGABRT)
+    return process.stdout.readline()
+
+
 @contextmanager
 def served(folder: Path, *arguments: str) -> Iterator[Served]:
     """A server with these arguments. It ends well."""
@@ -192,9 +206,7 @@ def served(folder: Path, *arguments: str) -> Iterator[Served]:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process,
     ):
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://\S+", line)
+            found = re.search(r"http://\S+", first_line(process))
             assert found, log.read_text()
             server = Served(process, found.group(), log)
             with server.client:

@@ -16,7 +16,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pool_server import REQUESTS, SMALL, plain, request_of, served, write_checkpoints, write_models
+from pool_server import (
+    REQUESTS,
+    SMALL,
+    first_line,
+    plain,
+    request_of,
+    served,
+    write_checkpoints,
+    write_models,
+)
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm_model_pool.need import PROCESS
 from toolkit_lm_server.app import create_app
@@ -344,6 +353,23 @@ def test_what_cannot_fit_is_refused_with_the_numbers(checkpoints, tmp_path):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "model_too_large"
         assert server.ask("embed").status_code == 200
+
+
+def test_a_server_that_prints_nothing_shows_its_stacks(tmp_path):
+    log = tmp_path / "server.log"
+    code = "import time; time.sleep(1000)"
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        ) as process,
+    ):
+        assert first_line(process, seconds=2) == ""
+    assert "Current thread" in log.read_text()
+    assert process.returncode == -signal.SIGABRT
 
 
 def test_a_request_that_waits_too_long_is_told_why(checkpoints, tmp_path):
