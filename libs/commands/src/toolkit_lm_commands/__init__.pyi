@@ -5,6 +5,7 @@ from .options import (
     flag_help as flag_help,
     in_flags as in_flags,
 )
+from .plugin_flags import PluginFlags as PluginFlags
 from .registry import (
     CommandEntry as CommandEntry,
     CommandRegistry as CommandRegistry,
