@@ -491,7 +491,7 @@ def test_the_flags_in_the_guides_exist():
         "--turns",
         "--quick",
     }
-    known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
+    known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
     # Flags of docker, of `ray start`, and of `optimum-cli export`.
     known |= {"--target", "--profile", "--address", "--head"}
     known |= {"--weight-format", "--sym", "--group-size", "--ratio"}
