@@ -143,6 +143,7 @@ OTHERS = {
             "sleep",
             "wake_up",
             "start_weight_update",
+            "init_weight_transfer_engine",
             "update_weights",
             "finish_weight_update",
             "update_weight_version",

@@ -94,13 +94,14 @@ NO_SUCCESS = (
     "POST /embed_sparse",
     "POST /props",
     "POST /slots/{slot}",
+    "POST /init_weight_transfer_engine",
     "POST /update_weights",
     "POST /finish_weight_update",
     "POST /collective_rpc",
 )
 """The model's tokenizer has no tokens for filling in; a body is that of one of several routes,
 which no schema says; no vectors here are sparse; two of llama.cpp's are refused whatever they say;
-there is no folder of weights, and no extension of workers."""
+there is no folder of weights, no trainer, and no extension of workers."""
 BY_CHANCE = ("GET /v2/models/{name}", "GET /v2/models/{name}/ready", "POST /v2/models/{name}/infer")
 """Routes with a model's name in their path, which no schema says."""
 HALTS = ("/pause", "/sleep")

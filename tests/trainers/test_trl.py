@@ -1,15 +1,21 @@
-"""TRL's GRPO with `use_vllm`, in the trainer's process: its steps with weights that change."""
+"""TRL's GRPO with `use_vllm`, in the trainer's process and with a server: its steps with weights
+that change."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 import toolkit_lm
 import torch
 from datasets import Dataset
-from toolkit_lm.errors import UnsupportedError
+from toolkit_lm_vllm.utils.network_utils import get_open_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
+from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 STEPS = 3
 GENERATIONS = 4
@@ -31,11 +37,11 @@ def distinct_words(completions, **columns):
     return [float(len(set(text))) for text in completions]
 
 
-def trainer_of(policy, folder, **options):
+def trainer_of(policy, folder, vllm_mode="colocate", **options):
     arguments = GRPOConfig(
         output_dir=str(folder),
         use_vllm=True,
-        vllm_mode="colocate",
+        vllm_mode=vllm_mode,
         vllm_max_model_length=64,
         per_device_train_batch_size=GENERATIONS,
         num_generations=GENERATIONS,
@@ -96,16 +102,93 @@ def check_policy(model, llm, ids):
         assert entries[token].logprob == pytest.approx(expected[position, token].item(), abs=1e-3)
 
 
-def test_weights_over_nccl_are_refused_in_plain_words():
-    """The server mode of this version of TRL needs CUDA in the trainer itself."""
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+@pytest.fixture
+def server(policy):
+    """The URL of `toolkit serve`, with the flags that `trl vllm-serve` gives `vllm serve`."""
+    line = build_command(ScriptArguments(model=policy, host="127.0.0.1", port=0, max_model_len=64))
+    flags = line[line.index("serve") :]
+    # In the place of VLLM_SERVER_DEV_MODE=1.
+    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", *flags]
+    process = subprocess.Popen(
+        [*command, "--admin-routes", "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("Serving "), line
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
-    client = object.__new__(VLLMClient)
-    client.base_url = "http://unused"
-    client.group_port = 1
-    client.get_server_info = lambda: {"weight_transfer_config": {"backend": "nccl"}}
-    client.get_world_size = lambda: 1
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        client.init_communicator(device="cpu")
-    with pytest.raises(UnsupportedError, match="/update_weights"):
-        trainer_init({})
+
+@pytest.fixture
+def current_device(monkeypatch):
+    """TRL's client refuses a trainer's device that is not of CUDA, for NCCL's sake. "cuda" without
+    a number means the current device to it, which it does not touch: all else of it runs as it
+    is."""
+    init = VLLMClient.init_communicator
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: init(self, "cuda"))
+    monkeypatch.setattr("trl.generation.vllm_client.get_ip", lambda: "127.0.0.1")
+
+
+def answers_of(client, ids):
+    """Most likely tokens, and log probabilities of a prompt."""
+    found = client.generate([ids], max_tokens=8, temperature=0.0, logprobs=0)
+    return found["completion_ids"][0], found["logprobs"][0]
+
+
+def test_server_mode_takes_steps_with_the_policy_of_each_step(
+    policy, server, tmp_path, current_device
+):
+    trainer = trainer_of(
+        policy,
+        tmp_path,
+        vllm_mode="server",
+        vllm_server_base_url=server,
+        vllm_group_port=get_open_port(),
+    )
+    client = trainer.vllm_generation.vllm_client
+    ids = trainer.processing_class("Once upon a time").input_ids
+    first = answers_of(client, ids)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(steps) == STEPS
+    assert any(step["reward_std"] > 0 for step in steps)
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-3
+    trainer.vllm_generation.sync_weights()
+    tokens, logprobs = answers_of(client, ids)
+    assert logprobs != first[1]
+    # The server computes what the trainer's model computes.
+    with torch.inference_mode():
+        logits = trainer.model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
+    expected = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None])
+    assert [entry[0] for entry in logprobs] == pytest.approx(expected[:, 0].tolist(), abs=1e-3)
+    version = client._get(f"{server}/weight_info")["weight_version"]
+    # One change for each update that the trainer sent.
+    assert int(version) >= STEPS
+    chats = client.chat([[{"role": "user", "content": "Hi"}]], n=2, max_tokens=4)
+    assert len(chats["completion_ids"]) == 2
+    client.close_communicator()
+
+
+def test_one_tensor_at_a_time_changes_the_answers(policy, server, current_device):
+    client = VLLMClient(server, group_port=get_open_port())
+    assert client.get_world_size() == 1
+    client.init_communicator(device="cpu")
+    first = answers_of(client, [5, 6, 7])
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    name = "model.norm.weight"
+    weight = dict(model.named_parameters())[name].detach()
+    client.update_named_param(name, weight * 0.5)
+    assert answers_of(client, [5, 6, 7])[1] != first[1]
+    with client.weight_update():
+        client.update_named_param(name, weight)
+    client.reset_prefix_cache()
+    assert answers_of(client, [5, 6, 7]) == first
+    client.close_communicator()
+    with pytest.raises(AttributeError):
+        client.update_named_param(name, weight)

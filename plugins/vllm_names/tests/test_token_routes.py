@@ -81,7 +81,10 @@ async def test_options_of_the_engine(client, engine):
     text = (await client.get("/server_info")).json()["vllm_config"]
     assert "max_model_len=64" in text and 'model="tiny"' in text
     made = (await client.get("/server_info", params={"config_format": "json"})).json()
-    assert made["vllm_config"]["model"]["max_model_len"] == 64
+    # TRL reads these.
+    assert made["vllm_config"]["model_config"]["max_model_len"] == 64
+    assert made["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert made["vllm_config"]["weight_transfer_config"] is None
     assert (await client.get("/server_info", params={"config_format": "xml"})).status_code == 400
 
 

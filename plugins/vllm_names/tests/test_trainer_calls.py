@@ -34,9 +34,6 @@ FACTS = {
 ABSENT_MODULES = (
     "vllm._custom_ops",
     "vllm.config.lora",
-    "vllm.config.weight_transfer",
-    "vllm.distributed.device_communicators",
-    "vllm.distributed.utils",
     "vllm.distributed.weight_transfer",
     "vllm.entrypoints",
     "vllm.lora.layers",

@@ -19,6 +19,9 @@ class Options(Struct, frozen=True):
 
     folder: str | None = None
     """Folder with the weights that operators may load over HTTP. `/dev/shm` is shared memory."""
+    weight_transfer: Literal["off", "gloo"] = "off"
+    """Way by which a trainer sends weights to a server: none, or a group over TCP that the server
+    joins where an operator says, /init_weight_transfer_engine."""
     worker_extension_cls: str | None = None
     """Class whose methods `collective_rpc` calls on each worker, module.Class."""
     hidden_states: list[str | int] | str = []

@@ -206,6 +206,11 @@ class AsyncControl:
         self, weights: Iterable[tuple[str, Tensor]], version: str | None = None
     ) -> str:
         """Changes the weights, as `Control.load_weights` does. Running requests go on with them."""
+        await self.stage_tensors(weights)
+        return await self.update(version)
+
+    async def stage_tensors(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes tensors for the next update, as `Control.stage` does."""
         from toolkit_lm_rl.sending import sent
 
         try:
@@ -215,7 +220,6 @@ class AsyncControl:
         except BaseException:
             await self.discard()
             raise
-        return await self.update(version)
 
     async def update_weights(self, path: str, version: str | None = None) -> str:
         """Changes the weights to those of a file or folder, as `Control.update_weights` does."""

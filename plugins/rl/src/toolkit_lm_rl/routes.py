@@ -14,21 +14,13 @@ from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_rl.control import AsyncControl
 from toolkit_lm_rl.metrics import SleepState
 from toolkit_lm_rl.share import PauseMode, Tag
+from toolkit_lm_rl.transfer import InitBody, Transfer, UpdateInfo
 
 if TYPE_CHECKING:
     from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
 
     from toolkit_lm_rl import Options
-
-
-class UpdateInfo(BaseModel):
-    """Place of new weights."""
-
-    model_config = {"extra": "forbid"}
-    path: str
-    """A file in the format of safetensors, or a folder of such files, in the folder that the option
-    `rl.folder` names."""
 
 
 class UpdateBody(BaseModel):
@@ -71,6 +63,9 @@ class ControlRoutes:
         self._engine = engine
         self._control = AsyncControl(engine)
         self._folder = options.folder
+        self._transfer = Transfer(
+            is_on=options.weight_transfer != "off", world_size=self._world_size(include_dp=True)
+        )
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> dict[str, str]:
         """Pauses the engine. Requests that come wait for its end."""
@@ -107,9 +102,20 @@ class ControlRoutes:
         await self._control.discard()
         return {"message": "Weight update started"}
 
+    async def init_transfer(self, body: InitBody) -> dict[str, str]:
+        """Meets a trainer, which sends its weights over a group of the two."""
+        await self._transfer.join(body.init_info)
+        return {"message": "Weight transfer initialized"}
+
     async def update(self, body: UpdateBody) -> dict[str, str]:
-        """Reads tensors for the update."""
-        await self._control.stage(self._contained(body.update_info.path))
+        """Reads tensors for the update: from a file, or from the trainer."""
+        announced = body.update_info.announced()
+        path = body.update_info.path
+        if path is not None:
+            await self._control.stage(self._contained(path))
+        else:
+            async with self._transfer.lock:
+                await self._control.stage_tensors(self._transfer.tensors(announced))
         return {"message": "Weights updated"}
 
     async def finish(self, body: FinishBody) -> dict[str, str]:
@@ -143,9 +149,12 @@ class ControlRoutes:
 
     async def world_size(self, include_dp: bool = True) -> dict[str, int]:
         """Tells the number of ranks."""
+        return {"world_size": self._world_size(include_dp=include_dp)}
+
+    def _world_size(self, *, include_dp: bool) -> int:
         parallel = self._engine.config.parallel
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        return {"world_size": size * (parallel.data_parallel_size if include_dp else 1)}
+        return size * (parallel.data_parallel_size if include_dp else 1)
 
     def _contained(self, path: str) -> str:
         """The path, which must be in the folder of the options. Raises ApiError."""
@@ -179,7 +188,6 @@ def add_routes(router: APIRouter, engine: ServingEngine, options: Options, api: 
         ("/sleep", routes.sleep),
         ("/wake_up", routes.wake_up),
         ("/start_weight_update", routes.start),
-        ("/update_weights", routes.update),
         ("/finish_weight_update", routes.finish),
         ("/update_weight_version", routes.set_version),
     ):
@@ -187,6 +195,11 @@ def add_routes(router: APIRouter, engine: ServingEngine, options: Options, api: 
     router.add_api_route(
         "/collective_rpc", routes.collective_rpc, methods=["POST"], responses=described(504)
     )
+    for path, waiting in (
+        ("/init_weight_transfer_engine", routes.init_transfer),
+        ("/update_weights", routes.update),
+    ):
+        router.add_api_route(path, waiting, methods=["POST"], responses=described(504))
     for path, getter in (
         ("/is_paused", routes.is_paused),
         ("/is_sleeping", routes.is_sleeping),

@@ -25,7 +25,6 @@ NAMES = {
     "KVTransferConfig": _TRANSFER,
     "KVEventsConfig": _EVENTS,
     "ECTransferConfig": _TRANSFER,
-    "WeightTransferConfig": "an engine fetches no weights of other engines",
     "ModelRegistry": _MODEL,
     "initialize_ray_cluster": _RAY,
     "MULTIMODAL_REGISTRY": _MEDIA_HOOKS,
@@ -54,7 +53,8 @@ MODULES = {
     "device_allocator": "memory is PyTorch's",
     "distributed.kv_transfer": _TRANSFER,
     "distributed.kv_events": _EVENTS,
-    "distributed.weight_transfer": "an engine fetches no weights of other engines",
+    "distributed.weight_transfer": f"a trainer's ends are trainer_init of nccl_common and "
+    f"packed_tensor: {page('rl.md')}",
     "entrypoints.anthropic": _ROUTES,
     "entrypoints.openai": "start the server by the command `toolkit serve`",
     "entrypoints.serve": _ROUTES,

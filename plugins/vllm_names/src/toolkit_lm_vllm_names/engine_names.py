@@ -3,7 +3,14 @@ effect."""
 
 from __future__ import annotations
 
-from toolkit_lm_vllm_names import compilation, formats, kv_events, speculation, values
+from toolkit_lm_vllm_names import (
+    compilation,
+    formats,
+    kv_events,
+    speculation,
+    values,
+    weight_config,
+)
 from toolkit_lm_vllm_names.name import Name, free, renamed, same
 
 _NO_GRAPHS = (
@@ -279,6 +286,13 @@ ENGINE: list[Name] = [
         "plugin_option",
         kv_events.kv_events_config,
         "its keys are options of the plugin kv_events. Without endpoint: tcp://127.0.0.1:5557",
+    ),
+    *renamed(
+        "weight_transfer_config",
+        "plugin_option",
+        weight_config.weight_transfer_config,
+        "rl.weight_transfer. Backend nccl, too: a trainer's tensors come by Gloo, and it imports "
+        "vLLM's names of us",
     ),
     *renamed("enable_lora", "plugin_option", values.adapters_on, "lora.enabled", is_switch=True),
     *renamed("max_loras", "plugin_option", values.adapters("max_adapters"), "lora.max_adapters"),

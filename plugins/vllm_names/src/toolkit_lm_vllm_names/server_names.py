@@ -59,6 +59,14 @@ SERVER: list[Name] = [
         of_server=True,
     ),
     *renamed("enable_tokenizer_info_endpoint", "tokenizer_info", is_switch=True, of_server=True),
+    *renamed(
+        "enable_scale_out",
+        "routes",
+        values.when("routes", ["vllm_names"]),
+        "vllm_names; /v1/chat/completions/render is not among them",
+        is_switch=True,
+        of_server=True,
+    ),
     *renamed("enable_force_include_usage", "force_include_usage", is_switch=True, of_server=True),
     *free(
         "tools of a request are always read",

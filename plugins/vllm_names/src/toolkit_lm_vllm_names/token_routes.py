@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -99,7 +100,7 @@ class ServerInfo(Described):
 
     vllm_config: str | dict[str, Any]
     """The engine's resolved options, without those of plugins: one line, or an object of its
-    sections."""
+    sections, such as `model_config`."""
 
 
 class TokenRoutes:
@@ -152,13 +153,22 @@ class TokenRoutes:
             if name not in ("checkpoint", "plugins")
         }
         if config_format == "json":
-            return {"vllm_config": sections}
+            return {"vllm_config": _as_vllm(sections, config.plugins.plugin_option.get("rl") or {})}
         options = [
             f"{name}={json.dumps(value)}"
             for section in sections.values()
             for name, value in section.items()
         ]
         return {"vllm_config": ", ".join(options)}
+
+
+def _as_vllm(sections: dict[str, Any], rl: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections by vLLM's names. `rl`: options of the plugin rl."""
+    made: dict[str, Any] = {f"{name}_config": section for name, section in sections.items()}
+    made["model_config"] = {**sections["model"], **sections["limits"]}
+    way = rl.get("weight_transfer", "off")
+    made["weight_transfer_config"] = None if way == "off" else {"backend": way}
+    return made
 
 
 def add_routes(router: APIRouter, api: OpenAIApi) -> None:

@@ -12,6 +12,7 @@ from toolkit_lm_vllm_names.settings import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from toolkit_lm_vllm_names.weight_config import WeightTransferConfig
 
 __all__ = [
     "AttentionConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsConfig",
     "VllmConfig",
+    "WeightTransferConfig",
 ]
 
 __getattr__ = absent(__name__)

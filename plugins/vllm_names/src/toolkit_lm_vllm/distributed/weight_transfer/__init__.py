@@ -1,4 +1,4 @@
-"""vLLM's `vllm.distributed.weight_transfer`: no NCCL group carries weights here."""
+"""vLLM's `vllm.distributed.weight_transfer`: groups of a trainer and a server, by Gloo."""
 
 from toolkit_lm_vllm_names.absent import absent
 
