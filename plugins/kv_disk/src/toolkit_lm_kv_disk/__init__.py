@@ -26,6 +26,10 @@ class Options(Struct, frozen=True):
     """Most bytes in this folder. None: 20GiB."""
     host: str | None = None
     """Most bytes of evicted KV blocks in host memory."""
+    write: Literal["through", "selective"] = "through"
+    """Each block is written to the folder once it is computed, or once two requests had it."""
+    key_file: str | None = None
+    """File with 32 bytes, the key that blocks in the folder are encrypted with."""
     loads: Literal["measured", "always"] = "measured"
     """Blocks are loaded where that is faster than computing them, as measured, or always."""
 
@@ -61,7 +65,8 @@ def toolkit_register_kv_tiers(kv_tiers: KVTierRegistry) -> None:
 def toolkit_register_parts(parts: PartRegistry) -> None:
     parts.add(
         "kv_disk",
-        planner="toolkit_lm_kv_disk.planner:CountsPlanner",
+        planner="toolkit_lm_kv_tiers.planner:TierPlanner",
+        worker="toolkit_lm_kv_tiers.worker:TierPart",
         for_model="toolkit_lm_kv_disk.limits:is_enabled",
     )
 
@@ -77,11 +82,9 @@ def toolkit_register_routes(
 ) -> None:
     if api.metrics is None or (options.dir is None and options.host is None):
         return
-    from toolkit_lm_kv_disk.metrics import TierFigures
+    from toolkit_lm_kv_tiers.metrics import show
 
-    figures = TierFigures(engine)
-    api.metrics.registry.register(figures)
-    api.metrics.sources.append(figures.ask)
+    show(api, engine, "kv_disk")
 
 
 @hookimpl(optionalhook=True)

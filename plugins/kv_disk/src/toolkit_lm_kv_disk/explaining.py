@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm_kv_tiers.limits import num_bytes, share_of_rank
 
 from toolkit_lm_kv_disk.folders import is_own, num_bytes_of
-from toolkit_lm_kv_disk.limits import disk_bytes, num_bytes, share_of_rank
+from toolkit_lm_kv_disk.limits import disk_bytes
 
 
 def explain(config: VllmConfig, options: Any) -> Mapping[str, Sequence[str]]:

@@ -6,5 +6,11 @@ from toolkit_lm_commands import PluginFlags
 
 translate_flags = PluginFlags(
     "kv_disk",
-    {"--kv-cache-dir": "dir", "--kv-cache-disk": "disk", "--kv-cache-host": "host"},
+    {
+        "--kv-cache-dir": "dir",
+        "--kv-cache-disk": "disk",
+        "--kv-cache-host": "host",
+        "--kv-cache-write": "write",
+        "--kv-cache-key-file": "key_file",
+    },
 )

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from toolkit_lm.config import VllmConfig, parse_memory
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
-from toolkit_lm.kv import KVCacheConfig
-
-NAMES = ("kv_disk", "toolkit_lm_kv_disk")
-"""Names of the plugin: installed, and given from code."""
-
-
-def num_bytes(name: str, text: str | None) -> int:
-    """The bytes that an option states; 0 for None. Raises ValueError that names it."""
-    if text is None:
-        return 0
-    try:
-        amount = parse_memory(text)
-    except ConfigError as error:
-        raise ValueError(f"{name}: {error}") from None
-    if isinstance(amount, float):
-        raise ValueError(f"{name}: {text!r} is a share. State bytes, such as '20GiB'.")
-    return amount
+from toolkit_lm_kv_tiers.limits import given_options, num_bytes
+from toolkit_lm_kv_tiers.sealing import check_key
 
 
 def disk_bytes(options: Any) -> int:
@@ -33,9 +17,7 @@ def disk_bytes(options: Any) -> int:
 
 def is_enabled(config: VllmConfig) -> bool:
     """Whether an option of the plugin asks for a tier."""
-    options: dict[str, Any] = {}
-    for name in NAMES:
-        options |= config.plugins.plugin_option.get(name, {})
+    options = given_options(config, "kv_disk")
     return options.get("dir") is not None or options.get("host") is not None
 
 
@@ -54,23 +36,5 @@ def check(config: VllmConfig, options: Any) -> None:
         raise ConfigError(
             "kv_disk.dir and kv_disk.host keep cached prefixes, and enable_prefix_caching is False."
         )
-
-
-def why_off(kv_cache: KVCacheConfig) -> str | None:
-    """Reason for which an engine's blocks cannot be kept in a tier; None: they can."""
-    if any(group.spec.of_encoder for group in kv_cache.groups):
-        return "requests of models with an encoder are not loaded from KV tiers"
-    if (group := kv_cache.without_prefixes) is not None:
-        return f"blocks of the kind {group.spec.kind!r} are no prefixes of others"
-    return None
-
-
-def share_of_rank(config: VllmConfig, total: int) -> int:
-    """Bytes that each rank may hold of `total`."""
-    parallel = config.parallel
-    return total // (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-
-
-def block_sizes(kv_cache: KVCacheConfig) -> Sequence[int]:
-    """Bytes of a block, per KV group."""
-    return [len(group.layers) * group.spec.page_bytes for group in kv_cache.groups]
+    if options.key_file is not None:
+        check_key(options.key_file)

@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import BlockBytes, Data, KVCacheConfig, KVTierStore
 from toolkit_lm.messages import TierKey
+from toolkit_lm_kv_tiers.identity import identity_of
+from toolkit_lm_kv_tiers.limits import block_sizes, share_of_rank, why_off
+from toolkit_lm_kv_tiers.sealing import Seal, make_seal
+from toolkit_lm_kv_tiers.stores import remember
 
 from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
-from toolkit_lm_kv_disk.identity import identity_of
-from toolkit_lm_kv_disk.limits import block_sizes, disk_bytes, share_of_rank, why_off
+from toolkit_lm_kv_disk.limits import disk_bytes
 from toolkit_lm_kv_disk.log import SegmentLog
 from toolkit_lm_kv_disk.segments import Key, Place
 
@@ -33,11 +36,14 @@ class DiskStore(KVTierStore):
     written is found too."""
 
     checked: ClassVar[bool] = False
-    """The threads compute and compare checksums, so that steps need not."""
+    """The threads compute and compare checksums, so that steps need not. They encrypt, too."""
+    tier: ClassVar[str] = "kv_disk"
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         self.num_lost = 0
         """Blocks that were not written, for lack of time or room."""
+        self.options = options
+        remember(self)
         self._log: SegmentLog | None = None
         self._lock: Lock | None = None
         if options is None or options.dir is None or why_off(kv_cache) is not None:
@@ -48,6 +54,7 @@ class DiskStore(KVTierStore):
             # The scheduler's half has said why.
             return
         self._pending: dict[Key, bytearray] = {}
+        """Blocks that wait to be written, by name of the seal."""
         self._work: deque[tuple[Key, bytearray | None]] = deque()
         """What is to be written, in order. None: the block is to be dropped."""
         self._num_pending = 0
@@ -63,18 +70,21 @@ class DiskStore(KVTierStore):
         """Raises OSError for a folder that cannot be used."""
         base = Path(options.dir).expanduser()
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        identity = identity_of(config, kv_cache, base)
-        folder = folder_of(options.dir, identity)
+        identity = identity_of(config, kv_cache, base, "kv_disk.dir")
+        self._seal: Seal = make_seal(identity, options.key_file)
+        folder = folder_of(options.dir, self._seal.identity)
         folder.mkdir(mode=0o700, exist_ok=True)
         place = of_rank(folder, config.parallel.rank)
+        self._about = self._seal.identity + config.parallel.rank.to_bytes(4, "little")
+        """What the seals of all blocks are of."""
         self._lock = Lock(place)
         if not self._lock.is_held:
             logger.warning("%s: another engine writes here, and this one only reads", place)
         self._log = SegmentLog(
             place,
-            identity,
+            self._seal.identity,
             share_of_rank(config, make_room(options.dir, folder, disk_bytes(options))),
-            dict(enumerate(block_sizes(kv_cache))),
+            {group: size + self._seal.overhead for group, size in enumerate(block_sizes(kv_cache))},
             writes=self._lock.is_held,
         )
 
@@ -87,9 +97,10 @@ class DiskStore(KVTierStore):
             return
         data = bytearray(block.num_bytes)
         block.read_into(data)
+        name = self._seal.name(key)
         with self._changed:
-            self._pending[group, key] = data
-            self._work.append(((group, key), data))
+            self._pending[group, name] = data
+            self._work.append(((group, name), data))
             self._num_pending += len(data)
             self._changed.notify()
 
@@ -97,13 +108,14 @@ class DiskStore(KVTierStore):
         assert isinstance(key, bytes), "blocks are stored by digest"
         if self._log is None:
             raise KeyError("nothing is stored")
+        name = self._seal.name(key)
         with self._changed:
-            data = self._pending.get((group, key))
-            place = self._log.index.get((group, key))
+            data = self._pending.get((group, name))
+            place = self._log.index.get((group, name))
         if data is None:
             if place is None:
                 raise KeyError("the block was not stored")
-            return self._readers.submit(_read, place)
+            return self._readers.submit(self._read, (group, name), place)
         future: Future[Data] = Future()
         future.set_result(data)
         return future
@@ -112,9 +124,12 @@ class DiskStore(KVTierStore):
         assert isinstance(key, bytes), "blocks are stored by digest"
         if self._log is None or self._lock is None or not self._lock.is_held:
             return
+        # The scheduler's half names those of former engines, whose digests it does not know.
+        names = dict.fromkeys([key, self._seal.name(key)])
         with self._changed:
-            self._pending.pop((group, key), None)
-            self._work.append(((group, key), None))
+            for name in names:
+                self._pending.pop((group, name), None)
+                self._work.append(((group, name), None))
             self._changed.notify()
 
     def close(self) -> None:
@@ -157,9 +172,15 @@ class DiskStore(KVTierStore):
         assert self._log is not None, "there is no thread without a log"
         if data is None:
             self._log.drop(key)
-        elif key not in self._log.index and not self._log.append(key, data):
+        elif key not in self._log.index and not self._log.append(
+            key, self._seal.close(data, self._of(key))
+        ):
             self.num_lost += 1
 
+    def _read(self, name: Key, place: Place) -> Data:
+        """Bytes of a block. Raises OSError, DamageError and SealError."""
+        return self._seal.open(place.segment.read(place), self._of(name))
 
-def _read(place: Place) -> Data:
-    return place.segment.read(place)
+    def _of(self, name: Key) -> bytes:
+        """What the seal of a block is of, beside the key."""
+        return self._about + name[0].to_bytes(2, "little") + name[1]

@@ -7,99 +7,54 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.kv import KVCacheConfig, KVTier, Outcome
+from toolkit_lm.kv import KVCacheConfig
+from toolkit_lm_kv_tiers.identity import identity_of
+from toolkit_lm_kv_tiers.limits import block_sizes, num_bytes, num_ranks, share_of_rank, why_off
+from toolkit_lm_kv_tiers.pricing import PricedTier
+from toolkit_lm_kv_tiers.sealing import Seal, make_seal
+from toolkit_lm_kv_tiers.share import Counts
+from toolkit_lm_kv_tiers.writing import SeenTwice
 
 from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
-from toolkit_lm_kv_disk.identity import identity_of
-from toolkit_lm_kv_disk.limits import block_sizes, disk_bytes, num_bytes, share_of_rank, why_off
+from toolkit_lm_kv_disk.limits import disk_bytes
 from toolkit_lm_kv_disk.segments import RECORD_BYTES, Key, read_all
-from toolkit_lm_kv_disk.share import Counts
 
 logger = logging.getLogger(__name__)
 
-_SMALL = 2**22
-"""Bytes of a load that tells how long each takes; greater ones tell the rate."""
-_NEW = 0.3
-"""Weight of the newest measurement."""
-_RETRY = 1.02
-"""Factor by which the estimate gets better with each load that it forbids, so that one slow time
-does not forbid all later ones."""
 _LIVE = 0.8
 """Share of the bytes on disk that are found. The rest is for blocks that are not found any more,
 whose segments are not written anew yet."""
 
 
-class _Measured:
-    """Seconds that loads take, as measured."""
-
-    def __init__(self, rate: float) -> None:
-        """`rate`: bytes per second, before any load."""
-        self._rate = rate
-        self._delay = 0.0
-
-    def seconds(self, num_bytes: int) -> float:
-        """Seconds that a load of so many bytes will take."""
-        return self._delay + num_bytes / self._rate
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes < _SMALL:
-            self._delay += _NEW * (seconds - self._delay)
-        else:
-            rate = num_bytes / max(seconds - self._delay, 1e-6)
-            self._rate += _NEW * (rate - self._rate)
-
-    def doubt(self) -> None:
-        """A load is not begun because of the estimate."""
-        self._rate *= _RETRY
-        self._delay /= _RETRY
-
-
-class LruTier(KVTier):
+class LruTier(PricedTier):
     """Blocks within a budget of bytes per rank. The least recently used ones go first."""
 
-    rate: ClassVar[float]
-    """Bytes per second of loads, before any was measured."""
-
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
-        self.counts = Counts()
-        self._always = options is not None and options.loads == "always"
-        self._measured = _Measured(self.rate)
+        super().__init__(config, kv_cache, options=options)
+        self._seal = Seal(b"")
         self._sizes = block_sizes(kv_cache)
         self._budget = 0
         self._held: OrderedDict[Key, None] = OrderedDict()
-        """The longest unused first."""
+        """By name of the seal. The longest unused first."""
         self._num_bytes = 0
         self._gone: list[Key] = []
 
     def find(self, group: int, digests: Sequence[bytes]) -> int:
-        return sum(1 for _ in takewhile(lambda digest: (group, digest) in self._held, digests))
-
-    def pays(self, num_bytes: int, seconds: float | None) -> bool:
-        if seconds is None or self._always or self._measured.seconds(num_bytes) < seconds:
-            return True
-        self._measured.doubt()
-        self._count("slower")
-        return False
+        held = self._held
+        name = self._seal.name
+        return sum(1 for _ in takewhile(lambda digest: (group, name(digest)) in held, digests))
 
     def load(self, group: int, digests: Sequence[bytes]) -> None:
         for digest in digests:
-            if (group, digest) in self._held:
-                self._held.move_to_end((group, digest))
-
-    def ended(self, num_bytes: int, seconds: float, outcome: Outcome) -> None:
-        self._count(outcome)
-        if outcome == "loaded":
-            self.counts.loaded_bytes += num_bytes
-            self.counts.load_seconds += seconds
-        if outcome in ("loaded", "late"):
-            self._measured.observe(num_bytes, seconds)
+            if (name := self._name((group, digest))) in self._held:
+                self._held.move_to_end(name)
 
     def failed(self, group: int, digests: Sequence[bytes]) -> None:
         for digest in digests:
-            self._remove((group, digest))
+            self._remove(self._name((group, digest)))
 
     def dropped(self) -> list[Key]:
         gone, self._gone = self._gone, []
@@ -111,35 +66,36 @@ class LruTier(KVTier):
         self._num_bytes = 0
 
     def figures(self) -> Counts:
-        """The figures so far."""
         self.counts.held_blocks = len(self._held)
         self.counts.held_bytes = self._num_bytes
         return self.counts
 
-    def _count(self, outcome: str) -> None:
-        self.counts.loads[outcome] = self.counts.loads.get(outcome, 0) + 1
+    def _name(self, key: Key) -> Key:
+        """The block's name, under which it is held."""
+        return key[0], self._seal.name(key[1])
 
     def _bytes_of(self, key: Key) -> int:
-        return self._sizes[key[0]] + RECORD_BYTES
+        return self._sizes[key[0]] + RECORD_BYTES + self._seal.overhead
 
     def _add(self, contents: Sequence[Key]) -> list[Key]:
         """Holds as many of these blocks as there is room for. Returns the new ones."""
         new: list[Key] = []
         room = self._budget
         for key in contents:
-            if key in self._held:
-                self._held.move_to_end(key)
+            if (name := self._name(key)) in self._held:
+                self._held.move_to_end(name)
             elif self._bytes_of(key) <= room:
                 room -= self._bytes_of(key)
                 new.append(key)
         self._num_bytes += sum(map(self._bytes_of, new))
         while self._num_bytes > self._budget:
             self._remove(next(iter(self._held)))
-        self._held |= dict.fromkeys(new)
+        self._held |= dict.fromkeys(map(self._name, new))
         self.counts.stored_blocks += len(new)
         return new
 
     def _remove(self, key: Key) -> None:
+        """Forgets a block, by its name."""
         if key in self._held:
             del self._held[key]
             self._num_bytes -= self._bytes_of(key)
@@ -163,16 +119,19 @@ class HostTier(LruTier):
 
 
 class DiskTier(LruTier):
-    """Blocks on disk: all that steps have filled."""
+    """Blocks on disk: all that steps have filled, or those of them that were seen twice."""
 
     rate = 1e9
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         super().__init__(config, kv_cache, options=options)
         self._lock: Lock | None = None
+        self._seen: SeenTwice | None = None
         if options is None or options.dir is None:
             self.is_off = True
             return
+        if options.write == "selective":
+            self._seen = SeenTwice()
         if (reason := why_off(kv_cache)) is not None:
             logger.warning("no KV blocks are kept in %s: %s", options.dir, reason)
             self.is_off = True
@@ -180,8 +139,9 @@ class DiskTier(LruTier):
         base = Path(options.dir).expanduser()
         try:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            identity = identity_of(config, kv_cache, base)
-            folder = folder_of(options.dir, identity)
+            identity = identity_of(config, kv_cache, base, "kv_disk.dir")
+            self._seal = make_seal(identity, options.key_file)
+            folder = folder_of(options.dir, self._seal.identity)
             self._lock = Lock(folder)
             budget = make_room(options.dir, folder, disk_bytes(options))
         except OSError as error:
@@ -189,10 +149,11 @@ class DiskTier(LruTier):
             self.is_off = True
             return
         self._budget = int(_LIVE * share_of_rank(config, budget))
-        parallel = config.parallel
-        ranks = range(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
         # The ranks tell what is damaged.
-        found = [read_all(of_rank(folder, rank), identity)[1] for rank in ranks]
+        found = [
+            read_all(of_rank(folder, rank), self._seal.identity)[1]
+            for rank in range(num_ranks(config))
+        ]
         for places in found:
             self._gone += [key for key in places if not all(key in other for other in found)]
         for key in found[0]:
@@ -204,10 +165,34 @@ class DiskTier(LruTier):
         logger.info("%s: %d KV blocks, %.1f MiB", folder, len(self._held), self._num_bytes / 2**20)
 
     def evicted(self, contents: Sequence[Key]) -> Sequence[Key]:
-        return self.filled(contents)
+        if self._seen is not None:
+            contents = [key for key in contents if key in self._seen]
+        return self._add(contents) if self._writes else ()
 
     def filled(self, contents: Sequence[Key]) -> Sequence[Key]:
-        return self._add(contents) if self._lock is not None and self._lock.is_held else ()
+        if self._seen is not None and self._writes:
+            seen = [key for key in contents if self._seen.computed(key)]
+            self.counts.withheld_blocks += len(contents) - len(seen)
+            contents = seen
+        return self._add(contents) if self._writes else ()
+
+    def hit(self, group: int, digest: bytes) -> None:
+        if self._seen is not None:
+            self._seen.found((group, digest))
+
+    def wants(self, group: int, digest: bytes) -> bool:
+        key = (group, digest)
+        return (
+            self._seen is not None
+            and self._writes
+            and key in self._seen
+            and self._name(key) not in self._held
+        )
+
+    @property
+    def _writes(self) -> bool:
+        """Whether no other engine writes to the folder."""
+        return self._lock is not None and self._lock.is_held
 
     def close(self) -> None:
         if self._lock is not None:

@@ -1,5 +1,5 @@
-"""Identity of KV blocks on disk: a digest of all that keys and values depend on beside what the
-digest of each block covers. Needs no torch."""
+"""Identity of KV blocks that outlive their engine: a digest of all that keys and values depend on
+beside what the digest of each block covers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,19 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.kv import KVCacheConfig
 
-from toolkit_lm_kv_disk.limits import NAMES
-
+_WITHOUT_EFFECT = (
+    "batches",
+    "kv_disk",
+    "kv_events",
+    "kv_redis",
+    "kv_transfer",
+    "mcp",
+    "opentelemetry",
+    "prefix_retention",
+    "router",
+)
+"""Shipped plugins whose options change no keys and values, so that engines that differ in them
+share blocks."""
 _FORMAT = 1
 """Version of what a block's bytes mean."""
 _NO_EFFECT: dict[str, tuple[str, ...]] = {
@@ -56,10 +67,13 @@ _WEIGHTS = "weights.json"
 """File with the digests of checkpoints, by the state of their files."""
 
 
-def identity_of(config: VllmConfig, kv_cache: KVCacheConfig, folder: Path) -> bytes:
+def identity_of(
+    config: VllmConfig, kv_cache: KVCacheConfig, folder: Path | None, option: str
+) -> bytes:
     """SHA-256 of all that an engine's keys and values depend on. All its ranks have the same.
 
-    `folder` keeps the digests of checkpoints. Raises ConfigError where the weights are in no file.
+    `folder` keeps the digests of checkpoints; None: the user's folder of caches. `option`: the one
+    that asks for the tier. Raises ConfigError, which names it, where the weights are in no file.
     """
     whole = msgspec.to_builtins(config)
     kept: dict[str, Any] = {
@@ -75,10 +89,10 @@ def identity_of(config: VllmConfig, kv_cache: KVCacheConfig, folder: Path) -> by
     kept["plugins"] = {
         name: values
         for name, values in whole["plugins"]["plugin_option"].items()
-        if name not in NAMES
+        if name.removeprefix("toolkit_lm_") not in _WITHOUT_EFFECT
     }
     kept["groups"] = [(msgspec.to_builtins(group.spec), group.backend) for group in kv_cache.groups]
-    kept["weights"] = _weights(config, folder)
+    kept["weights"] = _weights(config, folder or _caches(), option)
     # A backend may lay out pages as the processor likes them.
     kept["code"] = [_FORMAT, __version__, platform.machine(), _processor()]
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=repr).encode()).digest()
@@ -94,7 +108,16 @@ def _processor() -> str:
     return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()
 
 
-def _weights(config: VllmConfig, folder: Path) -> str:
+def _caches() -> Path:
+    """The user's folder of caches, made where it can be."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "toolkit-lm"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _weights(config: VllmConfig, folder: Path, option: str) -> str:
     """Digest of the checkpoint's files: their names, sizes and contents."""
     checkpoint = config.checkpoint
     if checkpoint is None:
@@ -102,7 +125,7 @@ def _weights(config: VllmConfig, folder: Path) -> str:
     files = sorted(set(_files(Path(checkpoint.path), Path(checkpoint.source or checkpoint.path))))
     if config.load.load_format != "dummy" and all(path.suffix == ".json" for path in files):
         raise ConfigError(
-            f"kv_disk.dir: {checkpoint.path} has no file of weights, so that their KV blocks "
+            f"{option}: {checkpoint.path} has no file of weights, so that their KV blocks "
             "could not be told from those of others."
         )
     state = []
@@ -112,7 +135,7 @@ def _weights(config: VllmConfig, folder: Path) -> str:
     key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
     known = _known(folder)
     if key not in known:
-        with ThreadPoolExecutor(4, "kv_disk digest") as pool:
+        with ThreadPoolExecutor(4, "kv digest") as pool:
             digests = [*pool.map(_digest, files)]
         named = [
             [path.name, path.stat().st_size, each]

@@ -1,0 +1,1 @@
+"""What KV tiers that outlive an engine share. Modules are imported from where they are."""
