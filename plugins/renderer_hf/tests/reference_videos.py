@@ -67,6 +67,7 @@ def main(path: Path) -> None:
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
     from transformers.video_utils import VideoMetadata
 
     known = {
@@ -79,6 +80,7 @@ def main(path: Path) -> None:
             LlavaOnevisionVideoProcessor,
             Qwen2VLVideoProcessor,
             Qwen3VLVideoProcessor,
+            SmolVLMVideoProcessor,
         )
     }
     made = []
@@ -99,6 +101,9 @@ def main(path: Path) -> None:
                 own.pop("fps")
             if name.startswith(("Glm", "Gemma", "Llava")):
                 own = options
+            if name == "SmolVLMVideoProcessor":
+                own = {"num_frames": 64, "fps": 1, **options}
+                metadata.duration = frames / fps
             made.append(processor.sample_frames(metadata, **own).tolist())
             continue
         found = processor(
@@ -111,6 +116,9 @@ def main(path: Path) -> None:
         )
         if name in ("InternVLVideoProcessor", "LlavaOnevisionVideoProcessor"):
             made.append(found["pixel_values_videos"][0])
+            continue
+        if name == "SmolVLMVideoProcessor":
+            made.append(found["pixel_values"])
             continue
         if name == "Gemma4VideoProcessor":
             made.append((found["pixel_values_videos"], found["video_position_ids"]))

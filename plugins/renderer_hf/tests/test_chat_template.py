@@ -196,6 +196,22 @@ def test_parts_become_a_text(make_renderer, byte_level):
     assert "user\nThe\ncat<|im_end|>" in render(renderer, [{"role": "user", "content": parts}])
 
 
+def test_items_that_a_template_does_not_write_are_texts(make_renderer, byte_level):
+    """One that writes pictures and no videos gets pictures as parts, and videos as texts."""
+    source = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' "
+        "else p['text'] }}|{% endfor %}{% endfor %}"
+    )
+    template = make_renderer(byte_level, chat_template=source)._chat_template
+    template.set_media({"image": "<image>", "video": "<video>"}, {"image": "I", "video": "V"})
+    parts = [{"type": "video"}, {"type": "image"}, {"type": "text", "text": "t"}]
+    assert template.render([{"role": "user", "content": parts}], max_length=99) == "V|<image>|t|"
+    template = make_renderer(byte_level, chat_template="{{ messages[0]['content'] }}")
+    template = template._chat_template
+    template.set_media({"image": "<image>", "video": "<video>"}, {"image": "I", "video": "V"})
+    assert template.render([{"role": "user", "content": parts}], max_length=99) == "V\nI\nt"
+
+
 def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
     template = (
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"

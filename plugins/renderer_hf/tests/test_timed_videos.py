@@ -1,5 +1,5 @@
-"""Videos of Qwen3-VL, GLM, InternVL, LLaVA-OneVision and Gemma 4: their arrays, samples and sizes
-are those of transformers' video processors."""
+"""Videos of Qwen3-VL, GLM, InternVL, LLaVA-OneVision, SmolVLM and Gemma 4: their arrays, samples
+and sizes are those of transformers' video processors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from test_rendered_videos import computed, frames_of
 from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm_renderer_hf.glm_sampling import LengthSampling, SecondSampling
 from toolkit_lm_renderer_hf.image_processor import ImageProcessor
-from toolkit_lm_renderer_hf.sampling import EvenSampling, MiddleSampling, UniformSampling
+from toolkit_lm_renderer_hf.sampling import (
+    EdgeSampling,
+    EvenSampling,
+    MiddleSampling,
+    UniformSampling,
+)
 from toolkit_lm_renderer_hf.video_kinds import (
     Glm41VideoProcessor,
     Glm46VideoProcessor,
     OneVisionVideoProcessor,
     PooledVideoProcessor,
+    SquareVideoProcessor,
     TileVideoProcessor,
     TimedVideoProcessor,
     video_processor_of,
@@ -27,6 +33,7 @@ GLM41 = {"video_processor_type": "Glm4vVideoProcessor"}
 GLM46 = {"video_processor_type": "Glm46VVideoProcessor"}
 INTERN = {"video_processor_type": "InternVLVideoProcessor"}
 ONEVISION = {"video_processor_type": "LlavaOnevisionVideoProcessor"}
+SMOLVLM = {"video_processor_type": "SmolVLMVideoProcessor"}
 GEMMA4 = {"video_processor_type": "Gemma4VideoProcessor"}
 FRAMES = {
     "whole": (frames_of(6, 64, 96), {**QWEN, "do_sample_frames": False}, 10.0, {}),
@@ -63,6 +70,21 @@ TILES = {
         {"num_frames": 4, "do_sample_frames": True},
     ),
 }
+SQUARES = {
+    "squares": (frames_of(3, 28, 28), {**SMOLVLM, "max_image_size": {"longest_edge": 28}}, 5.0, {}),
+    "some squares": (
+        frames_of(40, 28, 28),
+        {
+            **SMOLVLM,
+            "max_image_size": {"longest_edge": 28},
+            "video_sampling": {"max_frames": 5, "fps": 1, "video_size": {"longest_edge": 28}},
+            "image_mean": [0.1, 0.2, 0.3],
+            "image_std": [0.9, 0.8, 0.7],
+        },
+        None,
+        {},
+    ),
+}
 POOLED = {
     "frames": (frames_of(3, 96, 48), {**GEMMA4, "do_sample_frames": False}, 5.0, {}),
     "some frames": (frames_of(9, 48, 48), {**GEMMA4, "num_frames": 4}, 5.0, {}),
@@ -97,6 +119,12 @@ SAMPLES += [
         or (kind is ONEVISION and 1 <= total / rate * options["fps"] <= total)
     )
 ]
+SAMPLES += [
+    (total, SMOLVLM, rate, options)
+    for total in (1, *TOTALS, 9001)
+    for rate in (0.5, 1.0, 4.0, 23.976, 29.97)
+    for options in [{}, *ASKED]
+]
 CAPPED = {**QWEN, "cap_pixels_per_frame": True}
 BOUNDS = {**QWEN, "size": {"shortest_edge": 4096, "longest_edge": 25_165_824}}
 SIZES = [
@@ -111,7 +139,7 @@ SIZES = [
 def reference(tmp_path_factory):
     """Results of transformers, by the name of the list of cases."""
     lists = {
-        "frames": [*FRAMES.values(), *TILES.values(), *POOLED.values()],
+        "frames": [*(FRAMES | TILES | POOLED | SQUARES).values()],
         "samples": SAMPLES,
         "sizes": SIZES,
     }
@@ -148,9 +176,12 @@ def processed(processor, frames, fps, options):
 def test_frames_are_what_transformers_makes_of_them(make, reference):
     """To the bit. Where frames are resized, Pillow's rounding and torchvision's are two."""
     for (name, (frames, config, fps, options)), expected in zip(
-        (FRAMES | TILES | POOLED).items(), reference["frames"], strict=True
+        (FRAMES | TILES | POOLED | SQUARES).items(), reference["frames"], strict=True
     ):
         found = processed(make({**config, "do_resize": False}), frames, fps, options)
+        if name in SQUARES:
+            np.testing.assert_array_equal(found["pixel_values"], expected, err_msg=name)
+            continue
         pixels = found["pixel_values_videos"]
         if name in POOLED:
             np.testing.assert_array_equal(pixels, expected[0], err_msg=name)
@@ -171,6 +202,7 @@ def test_samples_are_those_of_transformers(make, reference):
         "Glm46VVideoProcessor": LengthSampling(2, 4, 768, 2, None, of_frames=True),
         "LlavaOnevisionVideoProcessor": UniformSampling(1, 1, 768, None, None, of_frames=True),
         "Gemma4VideoProcessor": UniformSampling(1, 1, 768, None, 32, of_frames=True),
+        "SmolVLMVideoProcessor": EdgeSampling(1, 1, 768, None, None, of_frames=True),
         "InternVLVideoProcessor": MiddleSampling(1, 1, 768, None, None, of_frames=False),
     }
     for (total, kind, fps, options), expected in zip(SAMPLES, reference["samples"], strict=True):
@@ -202,6 +234,41 @@ def test_frames_that_are_resized(make):
     np.testing.assert_allclose(found, images["pixel_values"], atol=1e-5)
 
 
+def test_frames_that_become_squares(make):
+    """A frame is resized to its longer side, and then to a square; so do pictures that are not
+    cut into tiles."""
+    stated = {**SMOLVLM, "size": {"longest_edge": 40}, "max_image_size": {"longest_edge": 28}}
+    processor = make(stated)
+    for shape in ((30, 56), (80, 20), (28, 28)):
+        frames = frames_of(2, *shape)
+        found = processed(processor, frames, 2.0, {})
+        images = processor._images.loaded(
+            list(frames),
+            size={"longest_edge": 40},
+            max_image_size={"longest_edge": 28},
+            do_image_splitting=False,
+            return_tensors="np",
+        )
+        expected = images["pixel_values"].reshape(1, 2, 3, 28, 28)
+        np.testing.assert_allclose(found["pixel_values"], expected, atol=1e-5)
+        assert found["timestamps"].tolist() == [0.0, 0.5]
+        assert found["duration"].tolist() == [1.0]
+    assert "duration" not in processed(processor, frames, None, {})
+    unsized = make({**stated, "do_resize": False})
+    with pytest.raises(RequestError, match="20 x 80 pixels; the checkpoint takes 28 x 28"):
+        processed(unsized, frames_of(1, 80, 20), None, {})
+    own = {"max_frames": 3, "fps": 2, "video_size": {"longest_edge": 40}}
+    for sized, longest in (({}, 40), ({"size": {"longest_edge": 50}}, 50)):
+        config = make({**SMOLVLM, **sized, "video_sampling": own})._config
+        assert (config["num_frames"], config["fps"]) == (3, 2)
+        assert config["size"] == {"longest_edge": longest}
+    for wrong in ({"size": {"height": 4}}, {"max_image_size": {"longest_edge": 0}}):
+        with pytest.raises(CheckpointError, match="the video processor's longest_edge of"):
+            make({**SMOLVLM, **wrong}).sampling  # noqa: B018
+    with pytest.raises(RequestError, match="unknown rate"):
+        processed(processor, frames_of(3, 64, 64), None, {"fps": 1.0})
+
+
 def test_which_processor_it_is(make):
     """By its name, or else by the model's."""
     assert isinstance(make(QWEN), TimedVideoProcessor)
@@ -212,6 +279,7 @@ def test_which_processor_it_is(make):
     for config, types, kind in (
         (GEMMA4, ("gemma4",), PooledVideoProcessor),
         (ONEVISION, ("llava_onevision",), OneVisionVideoProcessor),
+        (SMOLVLM, ("smolvlm",), SquareVideoProcessor),
         (GLM41, ("glm4v", "glm4v_moe"), Glm41VideoProcessor),
         (GLM46, ("glm46v", "glm_ocr"), Glm46VideoProcessor),
     ):
@@ -219,7 +287,9 @@ def test_which_processor_it_is(make):
         for name in types:
             found = make(config, video_preprocessor_config={}, config={"model_type": name})
             assert type(found) is kind
-            assert found.sampling.of_frames is (kind is not OneVisionVideoProcessor)
+            assert found.sampling.of_frames is (
+                kind not in (OneVisionVideoProcessor, SquareVideoProcessor)
+            )
     unnamed = make(INTERN, video_preprocessor_config={}, config={"model_type": "internvl"})
     assert isinstance(unnamed, TileVideoProcessor)
 

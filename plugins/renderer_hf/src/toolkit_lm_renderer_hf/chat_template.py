@@ -81,7 +81,7 @@ class ChatTemplate:
         they are."""
         self._media_tokens: Mapping[str, str] = {}
         self._media_texts: Mapping[str, str] = {}
-        self._takes_media: dict[str, bool] = {}
+        self._writes_media: dict[str, frozenset[str]] = {}
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -198,13 +198,13 @@ class ChatTemplate:
         if not chat:
             raise RequestError("the conversation is empty: give at least one message.", "messages")
         if self._media_texts and any(isinstance(message.get("content"), list) for message in chat):
-            takes_parts = trials.form(Sort("user", "text", False)).content == "parts"
-            takes_media = self._writes_media(name)
+            written = self._written_media(name)
+            missing = {
+                kind: text for kind, text in self._media_texts.items() if kind not in written
+            }
+            takes_parts = written or trials.form(Sort("user", "text", False)).content == "parts"
             chat = [
-                _with_media(
-                    message, self._media_texts, takes_parts=takes_parts, takes_media=takes_media
-                )
-                for message in chat
+                _with_media(message, missing, takes_parts=bool(takes_parts)) for message in chat
             ]
         return chat
 
@@ -240,15 +240,16 @@ class ChatTemplate:
             ) from error
         return "".join(chunks)
 
-    def _writes_media(self, name: str) -> bool:
-        """Whether the template writes the placeholder of an item that is in a list of parts with a
-        text."""
-        if name not in self._takes_media:
-            self._takes_media[name] = any(
-                self._writes(name, modality, token)
+    def _written_media(self, name: str) -> frozenset[str]:
+        """Modalities of which the template writes the placeholder of an item that is in a list of
+        parts with a text."""
+        if name not in self._writes_media:
+            self._writes_media[name] = frozenset(
+                modality
                 for modality, token in self._media_tokens.items()
+                if self._writes(name, modality, token)
             )
-        return self._takes_media[name]
+        return self._writes_media[name]
 
     def _writes(self, name: str, modality: str, token: str) -> bool:
         text = self._tried(
@@ -435,16 +436,15 @@ def _is_text(message: Plain) -> bool:
     )
 
 
-def _with_media(
-    message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool
-) -> Plain:
+def _with_media(message: Plain, texts: Mapping[str, str], *, takes_parts: bool) -> Plain:
     """A message whose items the template will write: as parts, as texts among parts, or as lines of
-    one text."""
+    one text. `texts`: of modalities that the template does not write."""
     parts = message.get("content")
-    if not isinstance(parts, list) or takes_media or all(part["type"] == "text" for part in parts):
+    if not isinstance(parts, list) or all(part["type"] not in texts for part in parts):
         return message
     made = [
-        {"type": "text", "text": texts.get(part["type"], part.get("text", ""))} for part in parts
+        {"type": "text", "text": texts[part["type"]]} if part["type"] in texts else part
+        for part in parts
     ]
     return {**message, "content": made if takes_parts else "\n".join(part["text"] for part in made)}
 

@@ -100,7 +100,7 @@ class MultiModal:
         return (
             self._placeholders.as_typed(text, typed)
             if typed is not None and typed.used
-            else (text, None)
+            else (text, self._placeholders.tokenizer)
         )
 
     def render(

@@ -40,8 +40,13 @@ class Placeholders:
 
     def __init__(self, tokenizer: Tokenizer, rules: MultiModalRules) -> None:
         self._tokenizer = tokenizer
+        self.tokenizer: Tokenizer | None = None
+        """A copy of the tokenizer with tokens of placeholders that it lacks; None: it lacks none.
+        """
         self._lock = threading.Lock()
         self.ids = {modality: rules.placeholder_id(modality) for modality in rules.modalities}
+        if missing := self._missing(rules):
+            self._tokenizer = self.tokenizer = _with_tokens(tokenizer, missing)
         self.tokens = {modality: self._token(modality) for modality in self.ids}
         """Their texts."""
         self._surround = {
@@ -102,6 +107,18 @@ class Placeholders:
         )
         return before, after
 
+    def _missing(self, rules: MultiModalRules) -> dict[str, int]:
+        """Texts that the rules have for placeholders which the tokenizer has no token of, whatever
+        its text."""
+        texts = {rules.placeholder_text(modality, ""): modality for modality in self.ids}
+        return {
+            text: token_id
+            for text, modality in texts.items()
+            if text == rules.placeholder_text(modality, "another")
+            and self._tokenizer.token_to_id(text) is None
+            and self._tokenizer.id_to_token(token_id := self.ids[modality]) is None
+        }
+
     def _token(self, modality: str) -> str:
         token_id = self.ids[modality]
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
@@ -142,3 +159,22 @@ class Placeholders:
                     f"the tokenizer cannot tell its token {token!r} from that text."
                 )
         return plain, names
+
+
+def _with_tokens(tokenizer: Tokenizer, added: Mapping[str, int]) -> Tokenizer:
+    """A copy of a tokenizer with special tokens more. Raises CheckpointError where its vocabulary
+    has no room for their ids."""
+    state = json.loads(tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    if not isinstance(vocab, dict):
+        raise CheckpointError(
+            f"the tokenizer has no token {', '.join(map(repr, added))}, and none can be added to "
+            f"its {state['model']['type']} vocabulary."
+        )
+    vocab |= added
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    state["added_tokens"] += [
+        {"id": token_id, "content": text, "special": True, **flags}
+        for text, token_id in added.items()
+    ]
+    return Tokenizer.from_str(json.dumps(state))

@@ -232,8 +232,10 @@ class HfRenderer(Renderer):
         options = prompt.get("mm_processor_kwargs")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is None:
-            text, _ = multimodal.whole_text(prompt["prompt"])
-            token_ids = self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+            text, tokenizer = multimodal.whole_text(prompt["prompt"])
+            token_ids = self._encode(
+                text, "prompt", add_special_tokens=add_special_tokens, tokenizer=tokenizer
+            )
             return multimodal.render(token_ids, items, options, self.feature_cache)
 
         def encode(text: str) -> list[int]:

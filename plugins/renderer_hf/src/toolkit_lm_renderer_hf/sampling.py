@@ -1,5 +1,5 @@
-"""Sampling of a video's frames, as transformers' video processors of Qwen2-VL, Qwen3-VL and
-InternVL do it."""
+"""Sampling of a video's frames, as transformers' video processors of Qwen2-VL, Qwen3-VL, InternVL
+and SmolVLM do it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ OPTIONS = ("fps", "num_frames", "do_sample_frames")
 _FPS = 2.0
 """Frames in a second that are taken of a file, where the checkpoint says of none: as Qwen's own
 programs do. Transformers takes all."""
+_MOST_EDGE_FRAMES = 64
+"""Frames of a video of SmolVLM, where the checkpoint says of none: those of all published ones."""
 UNKNOWN_FPS = 24.0
 """Frames per second assumed for frames given without a rate, the same as in transformers."""
 
@@ -173,6 +175,32 @@ class UniformSampling(MiddleSampling):
 
     def _spread(self, total: int, count: int) -> list[int]:
         return [number * total // count for number in range(count)]
+
+
+@dataclass(frozen=True)
+class EdgeSampling(Sampling):
+    """SmolVLM's: as many frames a second as it says, and at most so many, from the first to the
+    last. Of a long video, the first and the last second are left out."""
+
+    def indices(
+        self, total: int, fps: float | None, options: Mapping[str, Any], *, is_file: bool
+    ) -> list[int]:
+        asked = options.get("fps") is not None or options.get("num_frames") is not None
+        if not options.get("do_sample_frames", asked or is_file or self.of_frames):
+            return list(range(total))
+        if fps is None:
+            raise unknown_rate("do_sample_frames: false")
+        rate: float = options.get("fps") or self.fps or 1
+        most: int = options.get("num_frames") or self.num_frames or _MOST_EDGE_FRAMES
+        seconds = total / fps
+        count = max(min(round(rate * seconds), most), 1)
+        skipped = int(fps) if seconds - 2 > most * rate else 0
+        last = min(int(total - fps), total - 1) if skipped else total - 1
+        if skipped >= last:
+            skipped = 0
+            last = total - 1
+        found: list[int] = np.unique(np.linspace(skipped, last, count, dtype=int)).tolist()
+        return found
 
 
 def unknown_rate(instead: str) -> RequestError:

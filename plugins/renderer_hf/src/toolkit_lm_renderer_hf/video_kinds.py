@@ -1,5 +1,6 @@
 """Video processors of families other than Qwen2-VL: Qwen3-VL's and GLM's, whose frames are told
-their times, and those of InternVL and LLaVA-OneVision, whose frames are pictures of one size."""
+their times, and those of InternVL, LLaVA-OneVision and SmolVLM, whose frames are pictures of one
+size."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image
 from toolkit_lm.errors import CheckpointError, RequestError
 
 from toolkit_lm_renderer_hf.glm_sampling import LengthSampling, SecondSampling
@@ -22,8 +24,10 @@ from toolkit_lm_renderer_hf.image_processor import (
 )
 from toolkit_lm_renderer_hf.sampling import (
     UNKNOWN_FPS,
+    EdgeSampling,
     EvenSampling,
     MiddleSampling,
+    Sampling,
     UniformSampling,
 )
 from toolkit_lm_renderer_hf.tokenizer import read_json
@@ -40,6 +44,7 @@ _GLM46_TYPES = ("glm46v", "glm_ocr")
 _INTERNVL = re.compile("InternVLVideoProcessor(Fast)?")
 _ONEVISION = re.compile("LlavaOnevisionVideoProcessor")
 _GEMMA4 = re.compile("Gemma4VideoProcessor(Fast)?")
+_SMOLVLM = re.compile("SmolVLMVideoProcessor(Fast)?")
 _MOST_EDGE = 4096
 
 
@@ -173,7 +178,7 @@ class TileVideoProcessor(VideoProcessor):
     by_patches = False
 
     @property
-    def sampling(self) -> MiddleSampling:
+    def sampling(self) -> Sampling:
         config = self._config
         shift = config["initial_shift"]
         return MiddleSampling(
@@ -201,10 +206,10 @@ class TileVideoProcessor(VideoProcessor):
         options: Mapping[str, Any],
         check: Callable[[int], None],
     ) -> dict[str, np.ndarray]:
-        size = self._config["size"]
-        if count * size["height"] * size["width"] > self._max_pixels:
+        height, width = self.frame_size
+        if count * height * width > self._max_pixels:
             raise RequestError(
-                f"its {count} frames of {size['width']} x {size['height']} pixels are more than "
+                f"its {count} frames of {width} x {height} pixels are more than "
                 f"the {self._max_pixels} pixels that are taken (max_media_pixels). "
                 "mm_processor_kwargs may ask for fewer: fps, num_frames."
             )
@@ -213,6 +218,12 @@ class TileVideoProcessor(VideoProcessor):
             check_ratio(*pixels.shape[:2])
             tiles.append(self._tile(pixels).astype(np.float32))
         return {"pixel_values_videos": np.concatenate(tiles)}
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        """Height and width of a frame's tile."""
+        size = self._config["size"]
+        return size["height"], size["width"]
 
     def _tile(self, pixels: np.ndarray) -> np.ndarray:
         """Tile [1, channels, S, S] of a frame, uint8 [height, width, 3]."""
@@ -335,6 +346,94 @@ class PooledVideoProcessor(OneVisionVideoProcessor):
         self._check_bounds(config, bounds)
 
 
+class SquareVideoProcessor(TileVideoProcessor):
+    """SmolVLM's: each frame is resized to its longer side, and then to one square tile."""
+
+    defaults = {
+        **TileVideoProcessor.defaults,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},
+        "resample": 1,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    names = re.compile(f"{_SMOLVLM.pattern}|SmolVLMImageProcessor(Fast|Pil)?")
+
+    @property
+    def sampling(self) -> EdgeSampling:
+        config = self._config
+        return EdgeSampling(
+            1,
+            1,
+            2**20,
+            config["fps"],
+            config["num_frames"],
+            config["do_sample_frames"] is True,
+        )
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        side = self._config["max_image_size"]["longest_edge"]
+        return side, side
+
+    def clock(self, indices: Sequence[int], total: int, fps: float | None) -> dict[str, np.ndarray]:
+        if fps is None:
+            return {TIMES: np.array(indices) / UNKNOWN_FPS}
+        return {TIMES: np.array(indices) / fps, "duration": np.array([total / fps])}
+
+    def process(
+        self,
+        frames: Iterable[np.ndarray],
+        count: int,
+        options: Mapping[str, Any],
+        check: Callable[[int], None],
+    ) -> dict[str, np.ndarray]:
+        made = super().process(frames, count, options, check)
+        return {"pixel_values": made["pixel_values_videos"][None]}
+
+    def _tile(self, pixels: np.ndarray) -> np.ndarray:
+        height, width = pixels.shape[:2]
+        side = self.frame_size[0]
+        image = Image.fromarray(pixels)
+        if self._config["do_resize"]:
+            longest = self._config["size"]["longest_edge"]
+            ratio = width / height
+            # The shorter side is even, as transformers' videos have it.
+            short = int(longest / ratio if ratio >= 1 else longest * ratio)
+            short = max(short + short % 2, 1)
+            size = (longest, short) if ratio >= 1 else (short, longest)
+            for target in (size, (side, side)):
+                image = image.resize(target, self._config["resample"])
+        elif (height, width) != (side, side):
+            raise RequestError(
+                f"it has {width} x {height} pixels; the checkpoint takes {side} x {side}."
+            )
+        options = {name: value for name, value in self._tile_options.items() if "crop" not in name}
+        own = {"do_resize": False, "do_image_splitting": False}
+        whole = {**options, **own, "max_image_size": {"longest_edge": side}}
+        tile: np.ndarray = run(self._images.loaded, np.asarray(image), whole)["pixel_values"][0]
+        return tile
+
+    def _stated(self) -> Mapping[str, Any]:
+        found = dict(super()._stated())
+        if isinstance(sampling := found.get("video_sampling"), Mapping):
+            named = {"num_frames": "max_frames", "fps": "fps", "size": "video_size"}
+            of_sampling = {name: sampling.get(stated) for name, stated in named.items()}
+            if "size" in found:
+                del of_sampling["size"]
+            found |= of_sampling
+        return found
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        bounds: list[tuple[str, Any, int]] = []
+        for name in ("size", "max_image_size"):
+            edge = config[name].get("longest_edge") if isinstance(config[name], Mapping) else None
+            bounds.append((f"longest_edge of {name}", edge, _MOST_EDGE))
+        if config["num_frames"] is not None:
+            bounds.append(("num_frames", config["num_frames"], 2**20))
+        self._check_bounds(config, bounds)
+
+
 def video_processor_of(
     folder: Path, images: ImageProcessor, max_pixels: int, *, timed: bool
 ) -> VideoProcessor:
@@ -368,4 +467,6 @@ def _kind(folder: Path) -> type[VideoProcessor]:
         return PooledVideoProcessor
     if _ONEVISION.fullmatch(name) or (not name and model == "llava_onevision"):
         return OneVisionVideoProcessor
+    if _SMOLVLM.fullmatch(name) or (not name and model == "smolvlm"):
+        return SquareVideoProcessor
     return VideoProcessor
