@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[str, str]] = {
     ),
     "SmolVLMForConditionalGeneration": (
         "idefics3:SmolVLMForConditionalGeneration",
-        "idefics3_rules:Idefics3Rules",
+        "smolvlm_rules:SmolVLMRules",
     ),
 }
 """Architectures; the module and class of each; and its rules for prompts."""

@@ -24,9 +24,9 @@ from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_decoder.per_layer import UnitRMSNorm
 from torch import Tensor, nn
 
+from toolkit_lm_vision.frames import TIMES
 from toolkit_lm_vision.gemma4_rules import NAMES, Gemma4Shape
 from toolkit_lm_vision.gemma4_tower import Gemma4Tower
-from toolkit_lm_vision.qwen2_vl_rules import TIMES
 from toolkit_lm_vision.shape import text_size
 
 _DEFAULTS: dict[str, Any] = {

@@ -12,8 +12,8 @@ from toolkit_lm.errors import CheckpointError, RequestError, UnsupportedError
 from toolkit_lm.model import HFConfig
 from toolkit_lm.renderer import MultiModalRules, Replacement
 
+from toolkit_lm_vision.frames import TIME_IDS, TIMES, frame_seconds, frame_texts
 from toolkit_lm_vision.internvl_rules import added_token
-from toolkit_lm_vision.qwen2_vl_rules import TIME_IDS, TIMES
 from toolkit_lm_vision.shape import text_size
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _DEFAULTS = {
 }
 _MOST = 2**18
 _MOST_PATCHES = 2**16
-_MOST_FRAMES = 2**16
-_MOST_SECONDS = 2**24
 
 
 class PatchNames(NamedTuple):
@@ -149,7 +147,7 @@ class Gemma4Rules(MultiModalRules):
     def texts(self, modality: str, data: Mapping[str, np.ndarray]) -> Mapping[str, Sequence[str]]:
         if modality != "video":
             return {}
-        times = self._seconds(data)
+        times = frame_seconds(data)
         if times[0] >= 1:
             raise RequestError(f"{TIMES} of a video must begin in the first second.")
         return {TIME_IDS: [f" {int(time) // 60:02d}:{int(time) % 60:02d} " for time in times[1:]]}
@@ -165,7 +163,7 @@ class Gemma4Rules(MultiModalRules):
                 f"one {modality} must have {names.pixels} and {names.places}, or embeds, not "
                 f"{sorted(data)}."
             )
-        pictures = 1 if modality == "image" else len(self._seconds(data))
+        pictures = 1 if modality == "image" else len(frame_seconds(data))
         count = self._count(values, data, names, pictures)
         token = self._token(modality, 258_880 if modality == "image" else 258_884)
         begin = self._token("boi", 255_999)
@@ -178,39 +176,17 @@ class Gemma4Rules(MultiModalRules):
             )
         token_ids: list[int] = []
         mask: list[bool] = []
-        for text in [[], *self._between(data.get(TIME_IDS), pictures - 1)]:
+        for text in [[], *self._between(data, pictures - 1)]:
             token_ids += [*text, begin, *[token] * count, end]
             mask += [*[False] * (len(text) + 1), *[True] * count, False]
         return Replacement(token_ids, mask)
 
-    def _seconds(self, data: Mapping[str, np.ndarray]) -> list[float]:
-        """Times of a video's frames."""
-        times = data.get(TIMES)
-        if (
-            times is None
-            or times.ndim != 1
-            or times.dtype.kind not in "iuf"
-            or not 0 < len(times) <= _MOST_FRAMES
-            or not all(0 <= time < _MOST_SECONDS for time in times.tolist())
-        ):
-            raise RequestError(
-                f"one video must have {TIMES}: the seconds [n] of its frames, from 0 to "
-                f"{_MOST_SECONDS}."
-            )
-        return list(map(float, times.tolist()))
-
-    def _between(self, array: np.ndarray | None, count: int) -> list[list[int]]:
+    def _between(self, data: Mapping[str, np.ndarray], count: int) -> list[list[int]]:
         """Tokens of the times between frames."""
         if count == 0:
             return []
-        if array is None or array.ndim != 2 or len(array) != count or array.dtype.kind not in "iu":
-            raise RequestError(f"one video of {count + 1} frames must have as many {TIMES}.")
-        rows = [[token for token in row if token >= 0] for row in array.tolist()]
-        most = self.config.vocab_size
         special = {self._token("image", 258_880), self._token("video", 258_884), self._video}
-        if any(token in special or (most and token >= most) for row in rows for token in row):
-            raise RequestError(f"{TIME_IDS} must be tokens of text.")
-        return rows
+        return frame_texts(data, count, count + 1, special, self.config.vocab_size)
 
     def _count(
         self, values: str, data: Mapping[str, np.ndarray], names: PatchNames, pictures: int

@@ -27,9 +27,9 @@ _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-_AROUND = "<fake_token_around_image>"
-_WHOLE = "<global-img>"
-_MARKS = rf"{_AROUND}|{_WHOLE}|<row_\d+_col_\d+>"
+AROUND = "<fake_token_around_image>"
+WHOLE = "<global-img>"
+_MARKS = rf"{AROUND}|{WHOLE}|<row_\d+_col_\d+>"
 _MOST_TILES = 2**10
 
 
@@ -137,6 +137,6 @@ class Idefics3Rules(MultiModalRules):
         ids: list[int] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
-                ids += [*self.marks.of(_AROUND, f"<row_{row}_col_{column}>"), *tile]
+                ids += [*self.marks.of(AROUND, f"<row_{row}_col_{column}>"), *tile]
             ids += self.marks.of("\n\n" if row == rows else "\n")
-        return [*ids, *self.marks.of(_AROUND, _WHOLE), *tile, *self.marks.of(_AROUND)]
+        return [*ids, *self.marks.of(AROUND, WHOLE), *tile, *self.marks.of(AROUND)]

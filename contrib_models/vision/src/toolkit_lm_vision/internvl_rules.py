@@ -173,6 +173,11 @@ def added_token(config: VllmConfig, text: str) -> int | None:
     return next((token for token, content in _added_tokens(config) if content == text), None)
 
 
+def highest_added_token(config: VllmConfig) -> int | None:
+    """Highest id of the tokenizer's added tokens. None: there is none, or no tokenizer."""
+    return max((token for token, _ in _added_tokens(config)), default=None)
+
+
 def lacks_token(config: VllmConfig, token: int) -> bool:
     """Whether there is a tokenizer, and it has no added token of this id."""
     added = _added_tokens(config)

@@ -18,7 +18,8 @@ from toolkit_lm.parts import EncoderSequences
 from toolkit_lm_decoder.composed import ComposedModel
 from torch import Tensor
 
-from toolkit_lm_vision.qwen2_vl_rules import SECONDS, TIME_IDS, TIMES, Names
+from toolkit_lm_vision.frames import TIME_IDS, TIMES
+from toolkit_lm_vision.qwen2_vl_rules import SECONDS, Names
 from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
 from toolkit_lm_vision.qwen2_vl_tower import PatchTower
 from toolkit_lm_vision.renamed import Renamed

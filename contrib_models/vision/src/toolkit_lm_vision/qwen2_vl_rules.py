@@ -11,6 +11,7 @@ from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.model import HFConfig
 from toolkit_lm.renderer import MultiModalRules, Replacement
 
+from toolkit_lm_vision.frames import TIME_IDS, TIMES, frame_texts
 from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
 
 if TYPE_CHECKING:
@@ -128,12 +129,6 @@ class Qwen25VLRules(Qwen2VLRules):
     tower = "qwen2_5_vl"
 
 
-TIMES = "timestamps"
-"""Name of the array [frames] of seconds, those of a video of Qwen3-VL."""
-TIME_IDS = "timestamp_ids"
-"""Name of the array [frames, longest] of tokens of these times, as text."""
-
-
 class Qwen3VLRules(Qwen2VLRules):
     """Rules of Qwen2-VL for pictures. Of a video, frames stand alone, each after its time in
     text."""
@@ -165,7 +160,9 @@ class Qwen3VLRules(Qwen2VLRules):
         count = len(whole.token_ids) // num_frames
         token_ids: list[int] = []
         mask: list[bool] = []
-        for time in self._times(data.get(TIME_IDS), num_frames):
+        special = {self.placeholder_id(modality) for modality in self.modalities}
+        vocab_size = self.config.vocab_size
+        for time in frame_texts(data, num_frames, num_frames, special, vocab_size):
             before, token, after = self.around(time)
             token_ids += [*before, *[token] * count, *after]
             mask += [*[False] * len(before), *[True] * count, *[False] * len(after)]
@@ -180,22 +177,6 @@ class Qwen3VLRules(Qwen2VLRules):
     def mark(self, name: str) -> int:
         """Token beside a frame."""
         return HFConfig(self.config.hf_config).get(f"{name}_token_id", int, self.marks[name])
-
-    def _times(self, array: np.ndarray | None, num_frames: int) -> list[list[int]]:
-        """Tokens of each frame's time."""
-        if (
-            array is None
-            or array.ndim != 2
-            or len(array) != num_frames
-            or array.dtype.kind not in "iu"
-        ):
-            raise RequestError(f"one video of {num_frames} frames must have as many {TIMES}.")
-        rows = [[token for token in row if token >= 0] for row in array.tolist()]
-        most = self.config.vocab_size
-        special = {self.placeholder_id(modality) for modality in self.modalities}
-        if any(token in special or (most and token >= most) for row in rows for token in row):
-            raise RequestError(f"{TIME_IDS} must be tokens of text.")
-        return rows
 
 
 class Qwen35Rules(Qwen3VLRules):
