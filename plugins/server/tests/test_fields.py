@@ -3,12 +3,18 @@ tokens, and the middle of a text."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 from toolkit_lm.outputs import Logprob
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.logprobs import chat_logprobs, completion_logprobs, echo_logprobs
+from toolkit_lm_server.logprobs import (
+    TextPlaces,
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+)
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
@@ -202,12 +208,23 @@ async def test_tokens_of_one_text_and_parts_of_characters_have_names_of_their_ow
         return [known[one] for one in token_ids]
 
     tables = [table(1, 2, 3), table(2, 1), table(3, 1), table(4, 5, 6), table(6)]
-    made = completion_logprobs([1, 2, 3, 4, 6], tables, 5, 7, token_bytes)
+    made = completion_logprobs([1, 2, 3, 4, 6], tables, 5, TextPlaces(7), token_bytes)
     assert made["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x98", "bytes:\\x80", "x", " y"]
     assert [len(one) for one in made["top_logprobs"]] == [3, 2, 2, 3, 1]
     assert made["top_logprobs"][3] == {"x": -4.0, "token_id:5": -5.0, " y": -6.0}
     # The character is one of the text, and comes with its last part.
     assert made["text_offset"] == [7, 7, 7, 8, 9]
+    # However the tokens come.
+    for cuts in itertools.product([False, True], repeat=4):
+        ends = [place for place, is_cut in enumerate(cuts, 1) if is_cut]
+        places = TextPlaces(7)
+        found = []
+        for begin, end in itertools.pairwise([0, *ends, 5]):
+            piece = completion_logprobs(
+                [1, 2, 3, 4, 6][begin:end], tables[begin:end], 5, places, token_bytes
+            )
+            found += piece["text_offset"]
+        assert found == made["text_offset"]
     for name in (texts[1], "token_id:1"):
         echoed = echo_logprobs([1, 2, 3, 4, 6], [None, *tables[1:]], 5, texts[1], name, token_bytes)
         assert echoed["text_offset"] == [0, 0, 0, 1, 2]

@@ -23,6 +23,7 @@ from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
 from toolkit_lm_server.fingerprint import Fingerprints
 from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
 from toolkit_lm_server.logprobs import (
+    TextPlaces,
     completion_logprobs,
     echo_logprobs,
     joined,
@@ -274,7 +275,7 @@ class Completions:
         echo: dict[str, Any] = (
             self._echo(body, generation, piece.index) if body.echo else {"text": ""}
         )
-        choice = self._choice(piece, body, len(echo["text"]))
+        choice = self._choice(piece, body, TextPlaces(len(echo["text"])))
         choice |= generation.token_ids(piece) if body.return_token_ids else {}
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
@@ -287,15 +288,16 @@ class Completions:
         self, body: CompletionBody, generation: Generation
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(body, generation)
-        echoed: dict[int, int] = {}
-        """Characters of the prompt that each choice echoes, by choice."""
+        echoed: dict[int, TextPlaces] = {}
+        """Places of each choice's tokens so far. With `echo`, a choice is here once its prompt was
+        sent."""
         async for pieces in generation.pieces():
             chunks = []
             for piece in pieces:
                 # The prompt's log probabilities are known when its first token is there.
                 if body.echo and piece.index not in echoed:
                     echo = await asyncio.to_thread(self._echo, body, generation, piece.index)
-                    echoed[piece.index] = len(echo["text"])
+                    echoed[piece.index] = TextPlaces(len(echo["text"]))
                     chunks.append(
                         {**head, "choices": [echo], **body.usage_so_far(generation.usage)}
                     )
@@ -306,7 +308,8 @@ class Completions:
                     or piece.finish_reason is not None
                     or wanted.get("token_ids")
                 ):
-                    choice = self._choice(piece, body, echoed.get(piece.index, 0)) | wanted
+                    places = echoed.setdefault(piece.index, TextPlaces())
+                    choice = self._choice(piece, body, places) | wanted
                     more = body.usage_so_far(generation.usage) | _timings(body, generation)
                     chunks.append({**head, "choices": [choice], **more})
             yield chunks
@@ -325,6 +328,7 @@ class Completions:
                 else prompt.prompt,
             ),
             None,
+            TextPlaces(),
         )
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
@@ -338,16 +342,16 @@ class Completions:
         return choice
 
     def _choice(
-        self, piece: ChoicePiece, body: CompletionBody | None, offset: int = 0
+        self, piece: ChoicePiece, body: CompletionBody | None, places: TextPlaces
     ) -> dict[str, Any]:
-        """A choice from a piece of it. `body`: None where no log probabilities are told. `offset`:
-        characters of the prompt before the choice's text."""
-        logprobs, offset = None, offset + piece.text_offset
+        """A choice from a piece of it. `body`: None where no log probabilities are told. `places`:
+        those of the choice's tokens so far, to which the piece's are added."""
+        logprobs = None
         if body is not None and body.logprobs is not None:
             token_bytes = self._renderer(body).token_bytes
             named = body.logprob_token_ids
             logprobs = completion_logprobs(
-                piece.token_ids, piece.logprobs, body.logprobs, offset, token_bytes, named
+                piece.token_ids, piece.logprobs, body.logprobs, places, token_bytes, named
             )
         return {
             "index": piece.index,

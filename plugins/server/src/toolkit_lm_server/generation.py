@@ -44,8 +44,6 @@ class ChoicePiece:
     index: int
     """Index of the choice: n choices per prompt, prompt by prompt."""
     text: str
-    text_offset: int = 0
-    """Characters of the choice before this piece."""
     token_ids: list[int] = field(default_factory=list)
     token_offset: int = 0
     """Tokens of the choice before this piece."""
@@ -90,7 +88,6 @@ class Generation:
         self._n = n
         self._names = names
         self._latest: dict[int, RequestOutput] = {}
-        self._num_characters = [0] * (num_prompts * n)
         self._num_tokens = [0] * (num_prompts * n)
 
     async def check_first(self) -> None:
@@ -210,14 +207,11 @@ class Generation:
         return pieces
 
     def _piece(self, index: int, new: CompletionOutput) -> ChoicePiece:
-        offset = self._num_characters[index]
         before = self._num_tokens[index]
-        self._num_characters[index] += len(new.text)
         self._num_tokens[index] += len(new.token_ids)
         return ChoicePiece(
             index,
             new.text,
-            offset,
             new.token_ids,
             before,
             new.logprobs or [],

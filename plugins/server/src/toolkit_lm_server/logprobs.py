@@ -48,29 +48,38 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+class TextPlaces:
+    """Places of tokens in a text, in characters. A character is one of its last byte's token."""
+
+    def __init__(self, start: int = 0) -> None:
+        """`start`: characters before the first token."""
+        self._place = start
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def place(self, token: bytes) -> int:
+        """The place of the next token, which has these bytes."""
+        found = self._place
+        self._place += len(self._utf8.decode(token))
+        return found
+
+
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[dict[int, Logprob]],
     top: int,
-    text_offset: int,
+    places: TextPlaces,
     token_bytes: TokenBytes,
     named: Sequence[int] | None = None,
-    begun: bytes = b"",
 ) -> dict[str, Any]:
-    """Log probabilities of plain completions, as parallel lists. `text_offset`: characters before
-    the first of these tokens.
-
-    `named`: token ids that are told in place of the `top` likeliest. `begun`: the first bytes of a
-    character that these tokens end.
-    """
+    """Log probabilities of plain completions, as parallel lists. `places`: those of the tokens
+    before, to which these are added. `named`: token ids that are told in place of the `top`
+    likeliest."""
     made: dict[str, Any] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
     }
-    utf8 = _utf8()
-    utf8.decode(begun)
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         # The chosen token is in its own table, even where it is not among the likeliest.
         listed = {
@@ -87,8 +96,8 @@ def completion_logprobs(
         made["tokens"].append(next(iter(table)))
         made["token_logprobs"].append(_value(candidates[token_id]))
         made["top_logprobs"].append(table)
-        made["text_offset"].append(text_offset)
-        text_offset += len(utf8.decode(_bytes(token_id, _text(candidates[token_id]), token_bytes)))
+        data = _bytes(token_id, _text(candidates[token_id]), token_bytes)
+        made["text_offset"].append(places.place(data))
     return made
 
 
@@ -113,14 +122,17 @@ def echo_logprobs(
     `first`: that token's text. `name`: its text or its id, as it is told.
     """
     known = [logprob for logprob in logprobs if logprob is not None]
-    utf8 = _utf8()
-    length = len(utf8.decode(_bytes(prompt[0], first, token_bytes)))
-    rest = completion_logprobs(
-        prompt[1:], known, top, length, token_bytes, begun=utf8.getstate()[0]
-    )
+    places = TextPlaces()
+    start = places.place(_bytes(prompt[0], first, token_bytes))
+    rest = completion_logprobs(prompt[1:], known, top, places, token_bytes)
     token = token_name(prompt[0], name, token_bytes)
     return joined(
-        {"tokens": [token], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]},
+        {
+            "tokens": [token],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [start],
+        },
         rest,
     )
 
@@ -159,11 +171,6 @@ def _entry(token_id: int, logprob: Logprob, token_bytes: TokenBytes) -> dict[str
         "logprob": _value(logprob),
         "bytes": list(_bytes(token_id, text, token_bytes)),
     }
-
-
-def _utf8() -> codecs.IncrementalDecoder:
-    """A decoder that gives a character when its last byte comes."""
-    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _bytes(token_id: int, text: str, token_bytes: TokenBytes) -> bytes:
