@@ -31,10 +31,20 @@ def test_the_help_lists_the_commands(toolkit):
     listed = toolkit("--help").out
     assert [
         name
-        for name in ("chat", "complete", "embed", "env", "explain", "generate")
+        for name in (
+            "chat",
+            "complete",
+            "embed",
+            "env",
+            "explain",
+            "generate",
+            "list",
+            "pull",
+            "rm",
+        )
         if f" {name} " not in listed
     ] == []
-    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 9
+    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 12
 
 
 def test_generate_completes_each_line_in_order(generate):

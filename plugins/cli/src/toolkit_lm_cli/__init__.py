@@ -53,6 +53,15 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
         "toolkit_lm_cli.env:env",
         help="Print the versions and the machine that a bug report needs.",
     )
+    commands.add("pull", "toolkit_lm_cli.hub:pull", help="Fetch a model from the hub.")
+    commands.add(
+        "list",
+        "toolkit_lm_cli.hub:list_models",
+        help="List the models of the hub that are on this machine.",
+    )
+    commands.add(
+        "rm", "toolkit_lm_cli.hub:remove", help="Delete a model of the hub from this machine."
+    )
     commands.add(
         "plugins list",
         "toolkit_lm_cli.plugins:list_plugins",
