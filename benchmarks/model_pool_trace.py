@@ -1,0 +1,234 @@
+"""Measures a server of eight models of several kinds in a budget that holds three of them: the
+seconds of requests, loads beside those of Belady's rule, and the memory of all engines.
+
+usage: python benchmarks/model_pool_trace.py [--requests 2000] [--clients 16] [--hold 3] [--turn 2]
+                                             [--seed 0] [--json FILE]
+
+Requests ask for the models by Zipf's law. Each answer is compared with that of a server with room
+for all. Belady's rule knows what is asked later: it evicts what is asked for last. It serves the
+requests one after another; a server may answer those of a loaded model first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import transformers
+from toolkit_lm_devkit import make_checkpoint, randomize
+from toolkit_lm_model_pool.need import as_size
+
+ROOT = Path(__file__).parents[1]
+for tests in ("plugins/model_pool/tests", "contrib_models/vision/tests"):
+    sys.path.insert(0, str(ROOT / tests))
+
+from pool_server import (  # noqa: E402
+    REQUESTS,
+    SMALL,
+    VOCAB,
+    Served,
+    plain,
+    request_of,
+    served,
+    write_checkpoints,
+    write_models,
+)
+from vision_checkpoints import make_subject  # noqa: E402
+
+RATE = 20
+"""Samples of the memory in a second."""
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGM8IafBgA0w"
+    "YRUdtBIA2HwBHmyUUMcAAAAASUVORK5CYII="
+)
+OPTIONS = {**SMALL, "max_num_seqs": 8}
+
+
+def checkpoints(folder: Path) -> dict[str, str]:
+    """Checkpoints of eight models, in the order of how often they are asked for."""
+    found = write_checkpoints(folder)
+    for seed, name in enumerate(("story", "code")):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes, **heads)
+        model = transformers.LlamaForCausalLM(config).eval()
+        randomize(model, seed=seed)
+        found[name] = str(make_checkpoint(folder / name, model))
+        REQUESTS[name] = ("/v1/completions", dict(REQUESTS["bart"][1]))
+    subject = make_subject(folder / "vision", "llava")
+    found["vision"] = str(subject.folder)
+    parts = [
+        {"type": "image_url", "image_url": {"url": PICTURE}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    body = {**REQUESTS["chat"][1], "messages": [{"role": "user", "content": parts}]}
+    REQUESTS["vision"] = ("/v1/chat/completions", body)
+    order = ("chat", "embed", "vision", "rank", "story", "whisper", "bart", "code")
+    return {name: found[name] for name in order}
+
+
+def belady(trace: Sequence[str], sizes: Mapping[str, int], budget: int) -> int:
+    """Loads where the model that is asked for last makes room."""
+    following: list[float] = []
+    seen: dict[str, float] = {}
+    for place in range(len(trace) - 1, -1, -1):
+        following.append(seen.get(trace[place], float("inf")))
+        seen[trace[place]] = place
+    loaded: dict[str, float] = {}
+    loads = 0
+    for name, later in zip(trace, reversed(following), strict=True):
+        if name not in loaded:
+            loads += 1
+            while sum(sizes[other] for other in loaded) + sizes[name] > budget:
+                del loaded[max(loaded, key=loaded.__getitem__)]
+        loaded[name] = later
+    return loads
+
+
+def substance(answer: httpx.Response) -> Any:
+    """What an answer says. How much of the prompt was cached differs from one time to another."""
+    found = plain(answer.raise_for_status().json())
+    return {key: value for key, value in found.items() if key != "usage"}
+
+
+def sizes_of(server: Served) -> dict[str, int]:
+    return {name: card["bytes_needed"] for name, card in server.cards().items()}
+
+
+class Watch:
+    """Samples the memory of a server's engines, and the seconds of their loads, in a thread."""
+
+    def __init__(self, server: Served) -> None:
+        self._server = server
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.taken: list[int] = []
+        self.slowest_load = 0.0
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._end.wait(max(due - time.monotonic(), 0.0)):
+            due += 1 / RATE
+            self.taken.append(self._server.memory())
+            if len(self.taken) % RATE == 0:
+                self.look()
+
+    def look(self) -> None:
+        """Reads the seconds of each model's last load."""
+        for line in self._server.client.get("/metrics").text.splitlines():
+            if line.startswith("toolkit_lm_pool_load_seconds{"):
+                self.slowest_load = max(self.slowest_load, float(line.rpartition(" ")[2]))
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def measure(
+    server: Served, trace: Sequence[str], expected: Mapping[str, Any], clients: int
+) -> dict[str, Any]:
+    """Asks for everything. Returns figures."""
+    wrong: list[str] = []
+
+    def asked(name: str) -> float:
+        begun = time.perf_counter()
+        answer = server.client.request(**request_of(name))
+        seconds = time.perf_counter() - begun
+        if answer.is_error or substance(answer) != expected[name]:
+            wrong.append(f"{name}: {answer.status_code} {answer.text[:200]}")
+        return seconds
+
+    begun = time.perf_counter()
+    with Watch(server) as watch, ThreadPoolExecutor(clients) as threads:
+        seconds = list(threads.map(asked, trace))
+    whole = time.perf_counter() - begun
+    watch.look()
+    cards = server.cards()
+    cuts = statistics.quantiles(seconds, n=100)
+    return {
+        "requests": len(trace),
+        "wrong": wrong,
+        "seconds": whole,
+        "p50": cuts[49],
+        "p99": cuts[98],
+        "longest": max(seconds),
+        "slowest_load": watch.slowest_load,
+        "loads": sum(card["loads"] for card in cards.values()),
+        "evictions": sum(card["evictions"] for card in cards.values()),
+        "samples": len(watch.taken),
+        "most_bytes": max(watch.taken),
+    }
+
+
+def report(figures: Mapping[str, Any]) -> None:
+    waits = figures["longest"] / figures["slowest_load"]
+    print(
+        "| requests | wrong | seconds | p50 | p99 | longest | slowest load | longest / slowest | "
+        "loads | Belady's | loads / Belady's | most memory |"
+    )
+    print("|---" * 12 + "|")
+    print(
+        f"| {figures['requests']} | {len(figures['wrong'])} | {figures['seconds']:.0f} | "
+        f"{figures['p50']:.3f} | {figures['p99']:.2f} | {figures['longest']:.1f} | "
+        f"{figures['slowest_load']:.1f} | {waits:.1f} | {figures['loads']} | {figures['belady']} | "
+        f"{figures['loads'] / figures['belady']:.2f} | {as_size(figures['most_bytes'])} of "
+        f"{as_size(figures['budget'])}: {figures['most_bytes'] / figures['budget']:.3f} |"
+    )
+    for text in figures["wrong"][:10]:
+        print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--hold", type=int, default=3, help="models that the budget holds")
+    parser.add_argument("--turn", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        models = checkpoints(folder)
+        options = {name: {"options": OPTIONS} for name in models}
+        file = write_models(folder / "models.yaml", models, **options)
+        with served(folder, "--models", file, "--models-memory", "32GiB") as server:
+            estimates = sizes_of(server)
+            expected = {name: substance(server.ask(name)) for name in models}
+            measured = sizes_of(server)
+        sizes = {name: max(estimates[name], measured[name]) for name in models}
+        budget = sum(sorted(sizes.values())[-args.hold :])
+        weights = [1 / (place + 1) for place in range(len(models))]
+        trace = random.Random(args.seed).choices(list(models), weights, k=args.requests)
+        with served(
+            folder,
+            *("--models", file, "--models-memory", str(budget), "--models-timeout", "600"),
+            *("--models-turn", str(args.turn), "--no-access-log"),
+        ) as server:
+            server.client.timeout = 700
+            figures = measure(server, trace, expected, args.clients)
+    figures |= {"budget": budget, "belady": belady(trace, sizes, budget)}
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures), encoding="utf-8")
+    report(figures)
+
+
+if __name__ == "__main__":
+    main()
