@@ -3,6 +3,7 @@ the URL and a key."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,8 +28,9 @@ os.environ |= {
 
 
 @contextmanager
-def serving(*arguments: str, key: str | None = KEY) -> Iterator[str]:
-    """The URL of `toolkit serve`, in a process of its own. `key`: None for one without a key."""
+def serving(*arguments: str, key: str | None = KEY, model: str | None = "tiny") -> Iterator[str]:
+    """The URL of `toolkit serve`, in a process of its own. `key`: None for one without a key.
+    `model`: None where `arguments` name several."""
     flags = [
         "--port",
         "0",
@@ -47,7 +49,7 @@ def serving(*arguments: str, key: str | None = KEY) -> Iterator[str]:
         "-c",
         "from toolkit_lm_cli import main; main()",
         "serve",
-        "tiny",
+        *([] if model is None else [model]),
         *flags,
         *arguments,
     ]
@@ -55,7 +57,7 @@ def serving(*arguments: str, key: str | None = KEY) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
         line = process.stdout.readline()
-        assert line.startswith("Serving tiny at http://"), line
+        assert line.startswith("Serving ") and " at http://" in line, line
         yield line.split()[-1]
     finally:
         process.terminate()
@@ -80,6 +82,19 @@ def embed_url() -> Iterator[str]:
 def keeping_url() -> Iterator[str]:
     """URL of a server that keeps what clients leave with it."""
     with serving("--max-stored-responses", "8") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def pool_url(tmp_path_factory) -> Iterator[str]:
+    """URL of a server of two models, `chat` and `other`."""
+    file = tmp_path_factory.mktemp("pool") / "models.json"
+    options = {"num_kv_blocks": 64}
+    entries = [
+        {"name": name, "checkpoint": page.TINY, "options": options} for name in ("chat", "other")
+    ]
+    file.write_text(json.dumps({"models": entries}))
+    with serving("--models", str(file), "--models-memory", "4GiB", model=None) as found:
         yield found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import ollama
 import pytest
@@ -83,6 +84,42 @@ def test_models(client):
     assert client.ps().models[0].context_length > 0
     card = client.show("tiny")
     assert "completion" in card.capabilities and card.modelinfo["general.architecture"] == "llama"
+
+
+def test_several_models_are_managed(pool_url, key):
+    client = ollama.Client(host=pool_url, headers={"Authorization": f"Bearer {key}"})
+    assert [model.model for model in client.list().models] == ["chat", "other"]
+    assert client.ps().models == []
+    # A model is described without its being loaded.
+    card = client.show("other")
+    assert "completion" in card.capabilities and card.modelinfo["general.architecture"] == "llama"
+    assert client.ps().models == []
+    assert client.chat(model="chat", messages=ASK, options=COLD).message.content == PARIS
+    # An empty prompt loads a model.
+    assert client.generate(model="other", keep_alive="5m").done_reason == "load"
+    [chat, other] = client.ps().models
+    assert (chat.model, other.model) == ("chat", "other") and other.expires_at
+    # And unloads it.
+    assert client.generate(model="other", keep_alive=0).done_reason == "unload"
+    wait_for(lambda: [model.model for model in client.ps().models] == ["chat"])
+    # So does keep_alive=0 of a request that asks something.
+    reply = client.generate(model="chat", prompt=ASK[0]["content"], options=COLD, keep_alive=0)
+    assert reply.response == PARIS
+    wait_for(lambda: client.ps().models == [])
+    assert [part.done_reason for part in client.chat(model="chat", keep_alive=0, stream=True)] == [
+        "unload"
+    ]
+    with pytest.raises(ollama.ResponseError, match="'chat'") as error:
+        client.generate(model="chatt", prompt="a")
+    assert error.value.status_code == 404
+
+
+def wait_for(condition) -> None:
+    for _ in range(300):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not come")
 
 
 def test_errors(client, url):

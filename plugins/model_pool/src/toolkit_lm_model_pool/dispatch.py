@@ -4,8 +4,10 @@ routes."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
@@ -26,6 +28,7 @@ from toolkit_lm_model_pool.pool import Pool
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _OLLAMA = "/api/"
+_GENERATING = ("/api/generate", "/api/chat")
 OPERATORS = ("/models/load", "/models/unload", "/unload", "/models/reload")
 """Paths of the pool's own that are served to operators alone."""
 
@@ -53,6 +56,11 @@ class Dispatch:
         self._bodies = Bodies(options.max_body_bytes)
         self._known: list[FastAPI] = []
         """The latest routes, by which unknown paths are told."""
+
+    def routes(self) -> FastAPI | None:
+        """The routes of a model that is loaded, or was. None before the first load."""
+        loaded = (model.app for model in self._pool.models.values() if model.app is not None)
+        return next(loaded, next(iter(self._known), None))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,6 +118,10 @@ class Dispatch:
             if found.model is None and self._is_unknown(request.scope):
                 raise HTTPException(404, "Not Found")
             model = find(self._pool.models, found.model)
+            if found.unloads and path in _GENERATING:
+                _keep(model, found.keep_alive)
+                await _unloaded(found, path)(request.scope, request.receive, send)
+                return
             await self._pass_on(request, body, model, found, send)
 
     async def _pass_on(
@@ -155,6 +167,25 @@ def _keep(model: PooledModel, keep_alive: object) -> None:
     most = model.settings.keep_alive
     times = [time for time in (asked_for, most) if time is not None]
     model.keep_alive = min(times, default=None)
+
+
+def _unloaded(found: Asked, path: str) -> Response:
+    """Ollama's answer to a request that only unloads: the model goes once it is idle."""
+    empty = (
+        {"response": ""}
+        if path == "/api/generate"
+        else {"message": {"role": "assistant", "content": ""}}
+    )
+    made = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return JSONResponse(
+        {
+            "model": found.model,
+            "created_at": made,
+            **empty,
+            "done": True,
+            "done_reason": "unload",
+        }
+    )
 
 
 def _has(routes: Iterable[BaseRoute], scope: Scope, path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +15,8 @@ from toolkit_lm.errors import nearest
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError, printable
 from toolkit_lm_server.json_body import Bodies, JsonRequest
+
+from toolkit_lm_model_pool.durations import parse_seconds
 
 if TYPE_CHECKING:
     from toolkit_lm_model_pool.model import PooledModel
@@ -32,6 +35,8 @@ class _Named(Struct):
     model: Any = UNSET
     name: Any = UNSET
     keep_alive: Any = UNSET
+    prompt: Any = UNSET
+    messages: Any = UNSET
 
 
 class Asked(Struct, frozen=True):
@@ -41,6 +46,15 @@ class Asked(Struct, frozen=True):
     """The model's name. None: it names none."""
     keep_alive: object = None
     """Ollama's field. None: the body has none."""
+    is_empty: bool = False
+    """The body has neither a prompt nor messages."""
+
+    @property
+    def unloads(self) -> bool:
+        """Whether Ollama would only unload the model: nothing is asked, and nothing kept."""
+        with suppress(ValueError):
+            return self.is_empty and parse_seconds(self.keep_alive) == 0
+        return False
 
 
 async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
@@ -53,11 +67,7 @@ async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
         return Asked(_of_form(body, kind) or query)
     try:
         named = msgspec.json.decode(body, type=_Named)
-        found: Mapping[str, Any] = {
-            "model": named.model,
-            "name": named.name,
-            "keep_alive": named.keep_alive,
-        }
+        found: Mapping[str, Any] = msgspec.structs.asdict(named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = await _parsed(request, body, bodies)
     name = found.get("model", UNSET)
@@ -66,8 +76,11 @@ async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
     if not isinstance(name, str | UnsetType | None):
         raise ApiError(400, "Invalid value for 'model': it must be a text.", param="model")
     keep_alive = found.get("keep_alive", UNSET)
+    asks = (found.get(field, UNSET) for field in ("prompt", "messages"))
     return Asked(
-        name if isinstance(name, str) else query, None if keep_alive is UNSET else keep_alive
+        name if isinstance(name, str) else query,
+        None if keep_alive is UNSET else keep_alive,
+        not any(value is not UNSET and value for value in asks),
     )
 
 
