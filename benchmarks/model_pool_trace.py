@@ -39,6 +39,7 @@ from pool_server import (  # noqa: E402
     SMALL,
     VOCAB,
     Served,
+    belady,
     plain,
     request_of,
     served,
@@ -80,24 +81,6 @@ def checkpoints(folder: Path) -> dict[str, str]:
     return {name: found[name] for name in order}
 
 
-def belady(trace: Sequence[str], sizes: Mapping[str, int], budget: int) -> int:
-    """Loads where the model that is asked for last makes room."""
-    following: list[float] = []
-    seen: dict[str, float] = {}
-    for place in range(len(trace) - 1, -1, -1):
-        following.append(seen.get(trace[place], float("inf")))
-        seen[trace[place]] = place
-    loaded: dict[str, float] = {}
-    loads = 0
-    for name, later in zip(trace, reversed(following), strict=True):
-        if name not in loaded:
-            loads += 1
-            while sum(sizes[other] for other in loaded) + sizes[name] > budget:
-                del loaded[max(loaded, key=loaded.__getitem__)]
-        loaded[name] = later
-    return loads
-
-
 def substance(answer: httpx.Response) -> Any:
     """What an answer says. How much of the prompt was cached differs from one time to another."""
     found = plain(answer.raise_for_status().json())
@@ -127,10 +110,7 @@ class Watch:
                 self.look()
 
     def look(self) -> None:
-        """Reads the seconds of each model's last load."""
-        for line in self._server.client.get("/metrics").text.splitlines():
-            if line.startswith("toolkit_lm_pool_load_seconds{"):
-                self.slowest_load = max(self.slowest_load, float(line.rpartition(" ")[2]))
+        self.slowest_load = max(self.slowest_load, self._server.slowest_load())
 
     def __enter__(self) -> Watch:
         self._thread.start()

@@ -59,7 +59,7 @@ def served():
             process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         )
         found = next(
-            (at for line in process.stdout if (at := re.search(r"Serving \S+ at (\S+)", line))),
+            (at for line in process.stdout if (at := re.search(r"Serving .+ at (\S+)", line))),
             None,
         )
         assert found, f"the server ended with exit code {process.wait()}"

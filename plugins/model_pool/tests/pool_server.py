@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import wave
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,24 @@ def plain(answer: Any) -> Any:
     return [plain(item) for item in answer] if isinstance(answer, list) else answer
 
 
+def belady(trace: Sequence[str], sizes: Mapping[str, int], budget: int) -> int:
+    """Loads where the model that is asked for last makes room."""
+    following: list[float] = []
+    seen: dict[str, float] = {}
+    for place in range(len(trace) - 1, -1, -1):
+        following.append(seen.get(trace[place], float("inf")))
+        seen[trace[place]] = place
+    loaded: dict[str, float] = {}
+    loads = 0
+    for name, later in zip(trace, reversed(following), strict=True):
+        if name not in loaded:
+            loads += 1
+            while sum(sizes[other] for other in loaded) + sizes[name] > budget:
+                del loaded[max(loaded, key=loaded.__getitem__)]
+        loaded[name] = later
+    return loads
+
+
 class Served:
     """A running server."""
 
@@ -164,6 +182,12 @@ class Served:
                 return card
             time.sleep(0.1)
         raise AssertionError(f"{name} is {card['state']}: {self.log.read_text()[-3000:]}")
+
+    def slowest_load(self) -> float:
+        """Seconds of the slowest of the models' last loads."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = (line for line in lines if line.startswith("toolkit_lm_pool_load_seconds{"))
+        return max(float(line.rpartition(" ")[2]) for line in found)
 
     def engines(self) -> list[int]:
         """Process ids of the engines."""

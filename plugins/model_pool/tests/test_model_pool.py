@@ -19,6 +19,7 @@ import pytest
 from pool_server import (
     REQUESTS,
     SMALL,
+    belady,
     first_line,
     plain,
     request_of,
@@ -294,8 +295,8 @@ def test_keys_see_their_models(checkpoints, tmp_path):
 
 
 def test_a_trace_in_a_budget_of_two_or_three_models(checkpoints, expected, tmp_path):
-    """200 requests of 8 clients, by Zipf's law: each is answered right, nobody starves, and the
-    processes never take more than the budget."""
+    """200 requests of 8 clients, by Zipf's law: each is answered right, nobody waits for long, the
+    processes never take more than the budget, and loads are few."""
     path = write_models(tmp_path / "models.yaml", checkpoints)
     # Most of a small model is its process. The estimate counts one alone, the measure what is
     # shared, too.
@@ -303,14 +304,18 @@ def test_a_trace_in_a_budget_of_two_or_three_models(checkpoints, expected, tmp_p
     arguments = ["--models", path, "--models-memory", str(budget), "--models-turn", "0.5"]
     with served(tmp_path, *arguments) as server:
         names = list(REQUESTS)
+        # Before the first load: by the estimate.
+        sizes = {name: card["bytes_needed"] for name, card in server.cards().items()}
         weights = [1 / (place + 1) for place in range(len(names))]
         asked = random.Random(4).choices(names, weights, k=200)
         most = []
+        slowest = []
         end = threading.Event()
 
         def watch():
             while not end.is_set():
                 most.append(server.memory())
+                slowest.append(server.slowest_load())
                 time.sleep(0.1)
 
         def ask(name):
@@ -322,13 +327,18 @@ def test_a_trace_in_a_budget_of_two_or_three_models(checkpoints, expected, tmp_p
 
         with ThreadPoolExecutor(9) as threads:
             watching = threads.submit(watch)
-            list(threads.map(ask, asked))
-            end.set()
+            try:
+                seconds = list(threads.map(ask, asked))
+            finally:
+                end.set()
             watching.result()
         cards = server.cards()
         assert {name for name in names if cards[name]["loads"]} == set(asked)
         assert sum(card["evictions"] for card in cards.values()) > 0
         assert max(most) <= budget
+        assert max(seconds) <= 10 * max(slowest)
+        loads = sum(card["loads"] for card in cards.values())
+        assert loads <= 1.5 * belady(asked, sizes, budget)
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers(checkpoints, tmp_path):

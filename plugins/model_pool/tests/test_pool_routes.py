@@ -11,7 +11,9 @@ from toolkit_lm_model_pool import schemas
 from toolkit_lm_model_pool.app import make_pool_app
 from toolkit_lm_model_pool.entries import made_entry
 from toolkit_lm_model_pool.model import PooledModel, settings_of
+from toolkit_lm_model_pool.page import PoolPage
 from toolkit_lm_model_pool.pool import Pool
+from toolkit_lm_server.caller import CALLER, Caller
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
@@ -45,6 +47,11 @@ def models(*names: str) -> list[PooledModel]:
     ]
 
 
+def is_page(path: str) -> bool:
+    """Whether the path is of the page's files, which say nothing of this server."""
+    return path == "/" or path.startswith("/ui/")
+
+
 def made(**options):
     """A pool that loads nothing, and a client of its app."""
     server = ServerOptions(admin_routes=True, **options)
@@ -64,9 +71,16 @@ async def test_nothing_is_told_or_loaded_without_a_key():
         for route in app.routes
         if isinstance(route, APIRoute)
         for method in route.methods
-        if route.path not in OPEN
+        if route.path not in OPEN and (route.path == "/ui/events" or not is_page(route.path))
     }
-    assert {path for _, path in paths} == {*LISTS, *CHANGES, "/version", "/metrics", "/api/show"}
+    assert {path for _, path in paths} == {
+        *LISTS,
+        *CHANGES,
+        "/version",
+        "/metrics",
+        "/api/show",
+        "/ui/events",
+    }
     for method, path in (*paths, *(("POST", path) for path in OF_MODELS)):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answer = await client.request(method, path, json={"model": "a"}, headers=headers)
@@ -78,6 +92,31 @@ async def test_nothing_is_told_or_loaded_without_a_key():
     answer = await client.post("/v1/chat/completions", json={"model": "a"}, headers=headers)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert "secret" not in (await client.get("/v1/models", headers=headers)).text
+
+
+@pytest.mark.anyio
+async def test_the_page_tells_a_key_of_its_models_and_who_may_change_them():
+    for admin in (True, False):
+        server = ServerOptions(admin_routes=admin)
+        pool = Pool(models("a", "b"), 2**33, turn=1, timeout=0)
+        page = PoolPage(pool, server, Metrics())
+        stream = page._events(Readiness(pool), None)
+        caller = Caller()
+        caller.models = ("b",)
+        token = CALLER.set(caller)
+        try:
+            view, described = await anext(stream)
+        finally:
+            CALLER.reset(token)
+            await stream.aclose()
+        assert view["manages"] is admin and view["budget"] == 2**33
+        assert [model["name"] for model in view["models"]] == ["b"]
+        assert described["model"]["name"] == "b" and not described["model"]["architecture"]
+    _, _, client = made(ui=False)
+    assert (await client.get("/")).is_error
+    _, _, client = made()
+    assert "models-panel" in (await client.get("/")).text
+    assert (await client.get("/ui/pool.js")).status_code == 200
 
 
 @pytest.mark.anyio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -22,11 +22,13 @@ from toolkit_lm_server.route import ServerRoute, route_class
 from toolkit_lm_serving.budget import request_memory
 
 from toolkit_lm_model_pool import schemas
+from toolkit_lm_model_pool.description import describe
 from toolkit_lm_model_pool.dispatch import Dispatch
 from toolkit_lm_model_pool.figures import PoolMetrics
 from toolkit_lm_model_pool.listing import Listing
 from toolkit_lm_model_pool.model import PooledModel
 from toolkit_lm_model_pool.names import find
+from toolkit_lm_model_pool.page import PoolPage
 from toolkit_lm_model_pool.pool import Pool
 
 Reread = Callable[[], list[PooledModel]]
@@ -109,18 +111,24 @@ def make_pool_app(
     _add_listing(router, Listing(pool), options)
     if options.admin_routes:
         _add_management(router, Management(pool, reread), kind)
+    page = PoolPage(pool, options, metrics) if options.ui else None
+    if page is not None:
+        page.add_routes(router, route_class(options, keys), readiness, None)
     app.state.api = router.routes
     serve_routes(app, router)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         try:
-            yield
+            with nullcontext() if page is None else page.log.attached():
+                yield
         finally:
             await pool.stop()
 
     app.router.lifespan_context = lifespan
-    app.router.default = Dispatch(app, pool, options, keys, readiness, metrics)
+    dispatch = Dispatch(app, pool, options, keys, readiness, metrics)
+    app.router.default = dispatch
+    describe(app, dispatch.routes)
     return app
 
 

@@ -34,6 +34,7 @@ PAGE = (
     "markdown.js",
     "math.js",
     "models.js",
+    "pool.js",
     "request.js",
     "settings.js",
     "store.js",

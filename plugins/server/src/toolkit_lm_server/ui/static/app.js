@@ -4,6 +4,8 @@ import * as chat from "./chat.js";
 import { $, ask, count, events, failure } from "./dom.js";
 import { icon } from "./icons.js";
 import * as live from "./live.js";
+import { states } from "./models.js";
+import * as pool from "./pool.js";
 
 const LONGEST_WAIT = 10000;
 
@@ -74,7 +76,7 @@ function describe(server) {
     model.architecture,
     model.dtype,
     model.device === "auto" ? null : model.device,
-    `${count(model.max_model_len)} tokens`,
+    model.max_model_len ? `${count(model.max_model_len)} tokens` : null,
   ];
   $("model-facts").textContent = facts.filter(Boolean).join(" · ");
   if (server.ready) {
@@ -104,6 +106,10 @@ async function watch() {
         if (news.type === "view") {
           show(news.status, news.reason);
           live.update(news);
+        } else if (news.type === "pool") {
+          show("ready");
+          pool.update(news);
+          states(news.models);
         } else if (news.type === "server") describe(news);
         else if (news.type === "log") live.log(news.lines);
       }

@@ -4,6 +4,7 @@ import { $, ask, count, element } from "./dom.js";
 
 let served = null;
 let entries = [];
+let pooled = new Map();
 
 /** The name that requests state. */
 export const chosenModel = () => $("model-pick").value || served?.name;
@@ -13,7 +14,8 @@ export async function list(model) {
   served = model;
   try {
     const response = await ask("v1/models");
-    entries = response.ok ? (await response.json()).data : [];
+    const data = response.ok ? (await response.json()).data : [];
+    entries = data.filter((entry) => ofPool(entry)?.generates !== false);
   } catch {
     entries = [];
   }
@@ -26,9 +28,23 @@ export async function list(model) {
   $("model-pick").hidden = entries.length < 2;
 }
 
-/** A name with what else is known: the model that an adapter is for, and a state. */
-function nameOf({ id, parent, state }) {
-  const notes = [parent && `adapter of ${parent}`, typeof state === "string" && state];
+/** Takes in the states of the models, where there are several. */
+export function states(models) {
+  pooled = new Map(models.map((model) => [model.name, model]));
+  for (const option of $("model-pick").options) {
+    const entry = entries.find((one) => one.id === option.value);
+    if (!entry) continue;
+    const text = nameOf({ ...entry, state: ofPool(entry)?.state ?? entry.state });
+    if (option.textContent !== text) option.textContent = text;
+  }
+}
+
+const ofPool = (entry) => pooled.get(entry.parent ?? entry.id);
+
+/** A name with what else is known: the model that another name is for, and a state. */
+function nameOf({ id, parent, aliases, state }) {
+  const kind = aliases?.includes(id) ? "alias" : "adapter";
+  const notes = [parent && `${kind} of ${parent}`, typeof state === "string" && state];
   const said = notes.filter(Boolean).join(", ");
   return said ? `${id} (${said})` : id;
 }
