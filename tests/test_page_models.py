@@ -46,7 +46,7 @@ def test_models_are_loaded_asked_and_unloaded(visit, several):
     expect(page.locator("#status-dot")).to_have_class("dot ready")
     expect(page.locator("#model-name")).to_have_text("tiny")
     expect(page.locator("#model-facts")).to_contain_text("and 3 other models")
-    # What is of one engine is not shown.
+    # Figures of one engine are not shown.
     expect(page.locator("#tiles")).to_be_hidden()
     expect(page.locator("#models tr")).to_have_count(4)
     expect(page.locator("#memory-text")).to_contain_text("0 MiB of 3.0 GiB are taken")

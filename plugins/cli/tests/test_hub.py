@@ -25,7 +25,8 @@ FILES = {
     "pytorch_model.bin": b"a pickle",
 }
 OLD = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS[:1000]}
-MAIN, TAG = "a" * 40, "b" * 40
+MAIN = "a" * 40
+TAG = "b" * 40
 REPOS = {
     "acme/good": {"main": (MAIN, FILES), "v1": (TAG, OLD)},
     "acme/pickles": {"main": ("c" * 40, {"config.json": b"{}", "pytorch_model.bin": b"\x80"})},

@@ -98,13 +98,13 @@ def remove(
         shown = ", ".join(_revisions(known[model]))
         raise ConfigError(f"{model!r} has no revision {revision!r} here. It has: {shown}.")
     strategy = scan_cache_dir().delete_revisions(*hashes)
-    what = f"{model} ({', '.join(sorted(_short(one) for one in hashes))})"
+    named = f"{model} ({', '.join(sorted(map(_short, hashes)))})"
     if not yes and not typer.confirm(
-        f"Delete {what}, {_size(strategy.expected_freed_size)}?", err=True
+        f"Delete {named}, {_size(strategy.expected_freed_size)}?", err=True
     ):
         raise typer.Exit(1)
     strategy.execute()
-    typer.echo(f"Deleted {what}: {_size(strategy.expected_freed_size)} are free again.")
+    typer.echo(f"Deleted {named}: {_size(strategy.expected_freed_size)} are free again.")
 
 
 def _check_id(model: str) -> None:
