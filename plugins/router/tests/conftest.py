@@ -38,6 +38,8 @@ class StubBackend:
         self.owner = owner
         self.health = 200
         self.created = 1
+        self.parents: dict[str, str] = {}
+        """The models that adapters are of, by adapter."""
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.parts: list[bytes | float] = [event([{"index": 0, "text": "a"}]), DONE]
         """What a stream has: bytes, and seconds to wait."""
@@ -72,7 +74,15 @@ class StubBackend:
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
-        cards = [{"id": m, "owned_by": self.owner, "created": self.created} for m in self.models]
+        cards = [
+            {
+                "id": model,
+                "owned_by": self.owner,
+                "created": self.created,
+                "parent": self.parents.get(model),
+            }
+            for model in self.models
+        ]
         return web.json_response({"object": "list", "data": cards})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from toolkit_lm import __version__
 from toolkit_lm.errors import ConfigError, RequestError, nearest
 from toolkit_lm_server.app import make_app
+from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, described
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.limits.key_limits import ApiKey
 from toolkit_lm_server.route import ServerRoute, caller_of, route_class
 
+from toolkit_lm_router.clients import may_use
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.metrics import RouterMetrics
 from toolkit_lm_router.options import RouterOptions, check_url
@@ -75,11 +77,14 @@ class Router:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
-        """The models of all backends."""
+        """The models of all backends, of those that the key may use."""
         found: dict[str, dict[str, Any]] = {}
+        caller = CALLER.get()
         for backend in self._fleet.backends.values():
             for card in backend.cards:
                 name = str(card["id"])
+                if not may_use(name, caller, self._fleet):
+                    continue
                 entry = found.setdefault(name, {**card, "object": "model", "backends": 0})
                 entry["backends"] += backend.is_ready
         return {"object": "list", "data": [*found.values()]}
@@ -156,7 +161,7 @@ def create_app(
     server = options.server
     router = Router(fleet, proxy, metrics, tend)
     app = make_app(server)
-    routes = APIRouter(route_class=route_class(server, Keys.of(server)))
+    routes = APIRouter(route_class=route_class(server, proxy.keys))
     for path, handler in (("/live", router.live), ("/health", router.health)):
         _add(routes, path, handler, RouterStatus, kind=APIRoute)
     for path in ("/ready", "/ping"):

@@ -41,6 +41,9 @@ class _Fields(Struct):
     token_ids: Raw | UnsetType = UNSET
     inputs: Raw | UnsetType = UNSET
     n: Raw | UnsetType = UNSET
+    adapter: Raw | UnsetType = UNSET
+    lora_path: Raw | UnsetType = UNSET
+    lora: Raw | UnsetType = UNSET
     return_token_ids: Raw | UnsetType = UNSET
     begun_token_ids: Raw | UnsetType = UNSET
 
@@ -69,6 +72,8 @@ class Asked(Struct):
     has_seed: bool = False
     has_ids: bool = False
     """The client wants token ids."""
+    adapters: dict[str, str | None] = field(default_factory=dict)
+    """Fields that ask for an adapter beside the model, and its name. None: they tell no name."""
     is_single: bool = False
     """The answer is one sequence that nobody has begun."""
 
@@ -112,6 +117,11 @@ def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> 
         needs_state=state,
         has_seed=_is_set(fields.seed),
         has_ids=_bytes(fields.return_token_ids) == _TRUE,
+        adapters={
+            name: _text(value)
+            for name in ("adapter", "lora_path", "lora")
+            if _is_set(value := getattr(fields, name))
+        },
         is_single=_bytes(fields.n) in (b"", b"null", b"1") and not _is_set(fields.begun_token_ids),
     )
 

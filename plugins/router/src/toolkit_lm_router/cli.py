@@ -13,21 +13,18 @@ import time
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_commands import engine_command
 from toolkit_lm_server.hosts import HostCheck, host_names
-from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.lifecycle import InFlight, KnownClient
 from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import listen, tls_context, url_of
 from toolkit_lm_server.log import ACCESS, announce, configure
+from toolkit_lm_server.reloading import Reloading
 from toolkit_lm_server.request_log import RequestLog
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
+from toolkit_lm_server.supervisor import Supervisor
 from toolkit_lm_server.title import set_title
 
-from toolkit_lm_router.app import create_app
-from toolkit_lm_router.fleet import Fleet
-from toolkit_lm_router.metrics import RouterMetrics
 from toolkit_lm_router.options import RouterOptions
-from toolkit_lm_router.proxy import Proxy
-from toolkit_lm_router.upstream import Upstream, Watch
+from toolkit_lm_router.routing import Routing
 
 _POLL = 0.05
 """Seconds from one look at the router's state to the next."""
@@ -74,7 +71,8 @@ class Running:
         self._listener = listener
         self._context = context
         self._is_stopped = False
-        self.fleet = Fleet(options)
+        self._routing = Routing(options)
+        self.fleet = self._routing.fleet
 
     async def run(self) -> None:
         """Serves until a signal comes. The second one ends the process at once."""
@@ -87,36 +85,29 @@ class Running:
         """Serves until `stop`. Requests under way get their time."""
         options = self._options
         server = options.server
-        async with Upstream(options) as upstream:
-            proxy = Proxy(options, self.fleet, upstream, Keys.of(server))
-            metrics = RouterMetrics(self.fleet, lambda: len(proxy.queues))
-            watch = Watch(self.fleet, upstream, options.health_interval)
-            app = create_app(options, self.fleet, proxy, metrics, watch.tend)
-            in_flight = InFlight(app)
+        async with self._routing as routing:
+            in_flight = InFlight(routing.app)
             checked = HostCheck(in_flight, host_names(server, self._listener))
-            logged = RequestLog(checked, metrics, all_requests=server.access_log)
+            logged = RequestLog(checked, routing.metrics, all_requests=server.access_log)
             http = HttpServer(KnownClient(logged), server, self._context)
-            watch.tend()
+            reloading = Reloading(server, routing.proxy.keys, http.bounded, Supervisor())
             serving = asyncio.create_task(http.serve(sockets=[self._listener]))
             try:
                 url = url_of(self._listener, secure=self._context is not None)
                 announce(f"Routing to {len(self.fleet.backends)} backends at {url}", server)
                 while not self._is_stopped and not serving.done():
+                    await reloading.tend("")
                     await asyncio.sleep(_POLL)
-                    # Backends that rested may have room again.
-                    self.fleet.changed()
-                proxy.is_draining = True
+                routing.proxy.is_draining = True
                 deadline = time.monotonic() + options.shutdown_timeout
                 while (in_flight.count or http.bounded.num_unread) and (
                     time.monotonic() < deadline
                 ):
                     await asyncio.sleep(_POLL)
-                    self.fleet.changed()
                 http.bounded.abort()
             finally:
                 http.should_exit = True
                 await serving
-                await watch.close()
 
     def stop(self) -> None:
         """Refuses new requests, and ends when those under way have ended."""

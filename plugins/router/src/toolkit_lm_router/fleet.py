@@ -149,6 +149,12 @@ class Fleet:
         self.changed()
 
     @property
+    def adapters(self) -> set[str]:
+        """Names of models that are adapters of others."""
+        cards = (card for b in self.backends.values() for card in b.cards)
+        return {str(card["id"]) for card in cards if card.get("parent") is not None}
+
+    @property
     def known_models(self) -> list[str]:
         """Names of the models of all backends, of those that are down too."""
         return [*dict.fromkeys(name for b in self.backends.values() for name in b.models)]
@@ -160,12 +166,17 @@ class Fleet:
         known = self.known_models
         waits = any(b.state == "starting" for b in self.backends.values())
         if model not in known and not (waits and not known):
-            raise ApiError(
-                404,
-                f"No backend serves the model {model[:100]!r}. {nearest(model, known)}",
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown(model, known)
+
+    @staticmethod
+    def unknown(model: str, known: Collection[str]) -> ApiError:
+        """The error (404) of a model that there is not. `known`: names that the client may use."""
+        return ApiError(
+            404,
+            f"No backend serves the model {model[:100]!r}. {nearest(model, known)}",
+            param="model",
+            code="model_not_found",
+        )
 
     def num_ready(self, model: str | None, without: Collection[int] = ()) -> int:
         """Number of backends that serve the model, whether they have room or not."""

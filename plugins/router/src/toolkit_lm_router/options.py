@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import Struct, field
+from msgspec import field
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
-from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.options import HttpOptions, ServerOptions
 
 
-class RouterOptions(Struct, frozen=True, kw_only=True):
+class RouterOptions(HttpOptions, frozen=True, kw_only=True):
     """Options of the router: its backends, where requests go, its address and its clients."""
 
     backend: Annotated[
@@ -87,76 +87,16 @@ class RouterOptions(Struct, frozen=True, kw_only=True):
         str, option("Memory for the prefixes that one backend has had ('8MiB').")
     ] = "8MiB"
 
-    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8080
-    uds: Annotated[
-        str | None,
-        option("Path of a Unix socket to listen on, in place of host and port.", none="no socket"),
-    ] = None
-    uds_mode: Annotated[
-        str,
-        option(
-            "Permissions of that socket, in octal. 600: its owner's programs alone; 660: its "
-            "group's, too."
-        ),
-    ] = "600"
-    ssl_certfile: Annotated[
-        str | None, option("PEM file of the certificate for TLS, with its chain.", none="no TLS")
-    ] = None
-    ssl_keyfile: Annotated[
-        str | None,
-        option("PEM file of the certificate's private key.", none="in the certificate's file"),
-    ] = None
-    ssl_ca_certs: Annotated[
-        str | None,
-        option(
-            "PEM file of authorities: clients must have a certificate of theirs.",
-            none="clients need none",
-        ),
-    ] = None
-    api_key: Annotated[
-        list[str] | str | None,
-        option(
-            "API key that clients must send, except to /live, /health, /ready and /ping. If "
-            "several are given, each is valid.",
-            none="none needed",
-        ),
-    ] = None
-    allowed_hosts: Annotated[
-        list[str],
-        option(
-            "Hosts that requests may name in their Host header, as well as this machine's. "
-            "Checked on loopback without an API key."
-        ),
-    ] = field(default_factory=list)
-    max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
-    max_connections: Annotated[
-        int | None,
-        option(
-            "Maximum number of connections.",
-            ge=1,
-            none="three quarters of the free file descriptors, at most 10,000",
-        ),
-    ] = None
-    log_level: Annotated[
-        Literal["critical", "error", "warning", "info", "debug"],
-        option("Log level of the HTTP server."),
-    ] = "info"
-    log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"
-    access_log: Annotated[
-        bool,
-        option(
-            "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
-        ),
-    ] = True
     shutdown_timeout: Annotated[
         int, option("Seconds that running requests get to finish when the router stops.", ge=0)
     ] = 60
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for url in self.backend:
             check_url(url)
-        _ = self.server, self.max_prefix_bytes
+        _ = self.max_prefix_bytes
         for name in ("backend_key", "admin_key"):
             key = getattr(self, name)
             if key is not None and not (
@@ -170,8 +110,7 @@ class RouterOptions(Struct, frozen=True, kw_only=True):
     @property
     def server(self) -> ServerOptions:
         """The part that is the HTTP server's."""
-        names = set(RouterOptions.__struct_fields__) & set(ServerOptions.__struct_fields__)
-        return ServerOptions(**{name: getattr(self, name) for name in names})
+        return ServerOptions(**{n: getattr(self, n) for n in HttpOptions.__struct_fields__})
 
     @property
     def max_prefix_bytes(self) -> int:

@@ -19,6 +19,7 @@ from toolkit_lm_server.route import authorization, caller_of, unless_disconnecte
 
 from toolkit_lm_router.answering import Answering, BrokenError
 from toolkit_lm_router.asking import Asked, read
+from toolkit_lm_router.clients import check_allowed
 from toolkit_lm_router.fairness import QueueFullError, Queues
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.options import RouterOptions
@@ -109,7 +110,7 @@ class Proxy:
         self._options = options
         self._fleet = fleet
         self._upstream = upstream
-        self._keys = keys
+        self.keys = keys
         self._hasher = Hasher()
         self._most = options.server.max_body_bytes
         self._bodies = Bodies(self._most)
@@ -135,9 +136,12 @@ class Proxy:
 
     def _admit(self, request: Request, caller: Caller) -> None:
         """Raises ApiError for a request without a valid key, or that is not served now."""
-        if self._keys is not None:
-            account = self._keys.find(authorization(request.headers))
+        account = None
+        if self.keys is not None:
+            account = self.keys.find(authorization(request.headers))
             caller.key = caller.client = account.name
+            caller.adapters = account.adapters
+            caller.models = account.models
         elif key := authorization(request.headers):
             # Backends check it. Whoever sends it is one client, from whichever address.
             caller.client = f"key {self._hasher.digest(key.encode('latin-1')):x}"
@@ -148,6 +152,8 @@ class Proxy:
             )
         if len(request.scope["query_string"]) > _MOST_QUERY:
             raise ApiError(400, f"The query has more than {_MOST_QUERY} bytes.")
+        if account is not None:
+            account.begin()
 
     async def _serve(
         self, request: Request, caller: Caller, body: bytes, answering: Answering
@@ -162,6 +168,7 @@ class Proxy:
                 param=asked.needs_state,
                 code="unsupported",
             )
+        check_allowed(asked, caller, self._fleet)
         self._fleet.check_model(asked.model)
         query = request.scope["query_string"].decode("latin-1")
         job = _Job(asked, caller, f"{path}?{query}" if query else path)

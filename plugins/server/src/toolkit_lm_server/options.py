@@ -22,8 +22,8 @@ _LEAST_FILES = 32
 default."""
 
 
-class ServerOptions(Struct, frozen=True, kw_only=True):
-    """Options of the server: its address, its clients, and its limits."""
+class HttpOptions(Struct, frozen=True, kw_only=True):
+    """Options of any command that listens: its address, its clients and its log."""
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
@@ -70,6 +70,120 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     api_keys_file: Annotated[
         str | None, option("YAML file of API keys, each with a name and limits.", none="no file")
     ] = None
+    max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
+    max_connections: Annotated[
+        int | None,
+        option(
+            "Maximum number of connections.",
+            ge=1,
+            none="three quarters of the free file descriptors, at most 10,000",
+        ),
+    ] = None
+    max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = (
+        "16KiB"
+    )
+    header_timeout: Annotated[
+        int, option("Seconds within which all headers of a request must have come.", ge=1)
+    ] = 10
+    body_timeout: Annotated[
+        int, option("Seconds within which the whole body of a request must have come.", ge=1)
+    ] = 60
+    keep_alive_timeout: Annotated[
+        int, option("Seconds that a connection may wait for its next request.", ge=1)
+    ] = 60
+    write_timeout: Annotated[
+        int,
+        option(
+            "Seconds within which a client must read on: a KiB of its answer for each of them.",
+            ge=1,
+        ),
+    ] = 30
+    log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug"],
+        option("Log level of the HTTP server."),
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"
+    access_log: Annotated[
+        bool,
+        option(
+            "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
+        ),
+    ] = True
+    shutdown_timeout: Annotated[
+        int, option("Seconds that running requests get to finish when the server stops.", ge=0)
+    ] = 10
+
+    def __post_init__(self) -> None:
+        self._check_sizes("max_body_size", "max_header_size")
+        if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(
+                f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}."
+            )
+        if self.ssl_certfile is None and (
+            self.ssl_keyfile is not None or self.ssl_ca_certs is not None
+        ):
+            raise ConfigError(
+                "ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a "
+                "certificate."
+            )
+        if self.max_connections is not None and self.max_connections > (
+            most := _open_files() - _OTHER_FILES
+        ):
+            raise ConfigError(
+                f"max_connections is {self.max_connections}, but the open files of this process "
+                f"(ulimit -n) allow {most}."
+            )
+        if self.api_key is not None and not all(self.own_keys or [""]):
+            raise ConfigError("api_key is empty. Give a key, or none at all.")
+        if not all(
+            key.isascii() and key.isprintable() and key == key.strip() for key in self.own_keys
+        ):
+            raise ConfigError(
+                "api_key must be printable ASCII characters, without spaces around it: others do "
+                "not fit in a header."
+            )
+
+    def _check_sizes(self, *names: str) -> None:
+        for name in names:
+            try:
+                is_bytes = isinstance(parse_memory(getattr(self, name)), int)
+            except ConfigError:
+                is_bytes = False
+            if not is_bytes:
+                raise ConfigError(
+                    f"{name} must be a number of bytes, such as '16MiB', not "
+                    f"{getattr(self, name)!r}."
+                )
+
+    @property
+    def own_keys(self) -> list[str]:
+        """The keys that are options, without those in a file."""
+        return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return self.api_key is not None or self.api_keys_file is not None
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(parse_memory(self.max_body_size))
+
+    @property
+    def max_header_bytes(self) -> int:
+        return int(parse_memory(self.max_header_size))
+
+    @property
+    def num_connections(self) -> int:
+        """Most connections: `max_connections`, or its default in this process."""
+        return self.max_connections or min(
+            max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS
+        )
+
+
+class ServerOptions(HttpOptions, frozen=True, kw_only=True):
+    """Options of the server: its address, its clients, and its limits."""
+
     tool_call_parser: Annotated[
         str,
         option(
@@ -140,7 +254,6 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             "(request, call_next). It is trusted code."
         ),
     ] = field(default_factory=list)
-    max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
         option(
@@ -163,33 +276,6 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         int,
         option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1),
     ] = 2048
-    max_connections: Annotated[
-        int | None,
-        option(
-            "Maximum number of connections.",
-            ge=1,
-            none="three quarters of the free file descriptors, at most 10,000",
-        ),
-    ] = None
-    max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = (
-        "16KiB"
-    )
-    header_timeout: Annotated[
-        int, option("Seconds within which all headers of a request must have come.", ge=1)
-    ] = 10
-    body_timeout: Annotated[
-        int, option("Seconds within which the whole body of a request must have come.", ge=1)
-    ] = 60
-    keep_alive_timeout: Annotated[
-        int, option("Seconds that a connection may wait for its next request.", ge=1)
-    ] = 60
-    write_timeout: Annotated[
-        int,
-        option(
-            "Seconds within which a client must read on: a KiB of its answer for each of them.",
-            ge=1,
-        ),
-    ] = 30
     sse_keep_alive: Annotated[
         int | None,
         option(
@@ -199,17 +285,6 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = 15
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
-    log_level: Annotated[
-        Literal["critical", "error", "warning", "info", "debug"],
-        option("Log level of the HTTP server."),
-    ] = "info"
-    log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"
-    access_log: Annotated[
-        bool,
-        option(
-            "Log each HTTP request, but for /health, /metrics and the like. Off: those that failed."
-        ),
-    ] = True
     drain_delay: Annotated[
         int,
         option(
@@ -218,82 +293,19 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
-    shutdown_timeout: Annotated[
-        int, option("Seconds that running requests get to finish when the server stops.", ge=0)
-    ] = 10
 
     def __post_init__(self) -> None:
-        for name in ("max_body_size", "max_header_size", "max_request_cost"):
-            try:
-                is_bytes = isinstance(parse_memory(getattr(self, name)), int)
-            except ConfigError:
-                is_bytes = False
-            if not is_bytes:
-                raise ConfigError(
-                    f"{name} must be a number of bytes, such as '16MiB', not "
-                    f"{getattr(self, name)!r}."
-                )
-        if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
-            raise ConfigError(
-                f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}."
-            )
+        super().__post_init__()
+        self._check_sizes("max_request_cost")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "allow_credentials needs allowed_origins by name: with '*', any page could act "
                 "for its reader."
             )
-        if self.ssl_certfile is None and (
-            self.ssl_keyfile is not None or self.ssl_ca_certs is not None
-        ):
-            raise ConfigError(
-                "ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a "
-                "certificate."
-            )
-        if self.max_connections is not None and self.max_connections > (
-            most := _open_files() - _OTHER_FILES
-        ):
-            raise ConfigError(
-                f"max_connections is {self.max_connections}, but the open files of this process "
-                f"(ulimit -n) allow {most}."
-            )
-        if self.api_key is not None and not all(self.own_keys or [""]):
-            raise ConfigError("api_key is empty. Give a key, or none at all.")
-        if not all(
-            key.isascii() and key.isprintable() and key == key.strip() for key in self.own_keys
-        ):
-            raise ConfigError(
-                "api_key must be printable ASCII characters, without spaces around it: others do "
-                "not fit in a header."
-            )
-
-    @property
-    def own_keys(self) -> list[str]:
-        """The keys that are options, without those in a file."""
-        return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether clients must send an API key."""
-        return self.api_key is not None or self.api_keys_file is not None
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(parse_memory(self.max_body_size))
 
     @property
     def max_request_bytes(self) -> int:
         return int(parse_memory(self.max_request_cost))
-
-    @property
-    def max_header_bytes(self) -> int:
-        return int(parse_memory(self.max_header_size))
-
-    @property
-    def num_connections(self) -> int:
-        """Most connections: `max_connections`, or its default in this process."""
-        return self.max_connections or min(
-            max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS
-        )
 
 
 def _open_files() -> int:
