@@ -60,7 +60,7 @@ LONGEST = {
     "contrib_backends/executor_mp/tests/test_mp_faults.py",
     "contrib_backends/executor_mp/tests/test_mp_nodes.py",
     "contrib_backends/triton/tests/test_interpreter.py",
-    "plugins/executor_ray/tests/test_ray_serve.py",
+    "plugins/ray_serve/tests/test_serve_app.py",
     "tests/security/test_openapi.py",
     "tests/test_body_memory.py",
     "tests/test_commands.py",

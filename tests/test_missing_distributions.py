@@ -30,6 +30,7 @@ BRING_NOTHING = {
     "toolkit-lm-vendor-apis",
     "toolkit-lm-batches",
     "toolkit-lm-mcp",
+    "toolkit-lm-ray-serve",
 }
 """Distributions that nobody can miss by a name: others depend on them, they watch, or bring
 routes."""

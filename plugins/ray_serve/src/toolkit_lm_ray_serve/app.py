@@ -1,0 +1,72 @@
+"""The app: its deployments, and the room that each takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from toolkit_lm.config import VllmConfig
+
+from toolkit_lm_ray_serve.engine import BEAT, FRONT, Engine
+from toolkit_lm_ray_serve.front import Front
+from toolkit_lm_ray_serve.options import Scaling, read
+from toolkit_lm_ray_serve.scaling import Policy
+
+_MOST = 100_000
+"""Most requests under way in the front: the router's queue and body memory bound them."""
+_LOOK_BACK = 5.0
+"""Seconds over which Ray Serve takes the mean of signals."""
+_GRACE = 30.0
+"""Seconds that an engine gets to end, beyond those of its requests."""
+
+
+def make(config: Mapping[str, Any]) -> Application:
+    """The app. Raises ConfigError."""
+    settings = read(config)
+    scaling = settings.scaling
+    key = settings.router.get("backend_key") or secrets.token_urlsafe(32)
+    engines = serve.deployment(Engine).options(
+        name="engine",
+        ray_actor_options=_room(VllmConfig.make(**settings.engine), scaling),
+        autoscaling_config=_autoscaling(scaling),
+        graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    front = serve.deployment(serve.ingress()(Front)).options(
+        name=FRONT,
+        num_replicas=1,
+        max_ongoing_requests=_MOST,
+        graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
+    )
+    bound = engines.bind(settings.engine, settings.server, key, scaling.drain_timeout)
+    made: Application = front.bind(bound, {**settings.router, "backend_key": key})
+    return made
+
+
+def _room(config: VllmConfig, scaling: Scaling) -> dict[str, float]:
+    """What Ray sets aside for an engine. The executor 'ray' has a placement group for the ranks."""
+    parallel = config.parallel
+    if parallel.executor == "ray":
+        return {"num_cpus": scaling.cpus}
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    gpus = ranks if config.device.device.startswith("cuda") else 0
+    return {"num_cpus": scaling.cpus * ranks, "num_gpus": gpus}
+
+
+def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
+    targets = {"max_wait": scaling.max_wait, "max_fill": scaling.max_fill}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        upscale_delay_s=scaling.upscale_delay,
+        downscale_delay_s=scaling.downscale_delay,
+        metrics_interval_s=BEAT,
+        look_back_period_s=_LOOK_BACK,
+        policy=AutoscalingPolicy(
+            policy_function=f"{Policy.__module__}:{Policy.__qualname__}", policy_kwargs=targets
+        ),
+    )

@@ -1,0 +1,118 @@
+"""The options of the app."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+from toolkit_lm.config import VllmConfig, option, options_of
+from toolkit_lm.errors import ConfigError, nearest
+from toolkit_lm_router.options import RouterOptions
+from toolkit_lm_server.options import ServerOptions
+
+SectionT = TypeVar("SectionT", bound=Struct)
+
+
+class Scaling(Struct, frozen=True, kw_only=True):
+    """How many engines there are, and the place of each."""
+
+    min_replicas: Annotated[int, option("Fewest engines.", ge=1)] = 1
+    max_replicas: Annotated[int, option("Most engines.", ge=1)] = 1
+    cpus: Annotated[
+        float, option("CPUs that Ray sets aside for an engine, or for each of its ranks.", gt=0)
+    ] = 1.0
+    max_wait: Annotated[
+        float,
+        option(
+            "Estimated seconds in the queue, over all engines, above which there are more.", gt=0
+        ),
+    ] = 1.0
+    max_fill: Annotated[
+        float,
+        option(
+            "Used part of the KV cache, or of the rows of a batch, above which there are more.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.8
+    upscale_delay: Annotated[
+        float, option("Seconds for which more engines must be wanted until they start.", ge=0)
+    ] = 10.0
+    downscale_delay: Annotated[
+        float, option("Seconds for which fewer engines must be wanted until some end.", ge=0)
+    ] = 300.0
+    drain_timeout: Annotated[
+        float,
+        option(
+            "Seconds that the requests of an engine get to finish when it is to end. Streams that "
+            "are left go on elsewhere.",
+            ge=0,
+        ),
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"scaling.max_replicas ({self.max_replicas}) must be at least "
+                f"scaling.min_replicas ({self.min_replicas})."
+            )
+
+
+_RAYS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+"""Options of an address: Ray Serve listens."""
+_GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
+    "server": (ServerOptions, (*_RAYS, "api_key", "api_keys_file", "ui")),
+    "router": (RouterOptions, (*_RAYS, "backend", "shutdown_timeout")),
+    "scaling": (Scaling, ()),
+}
+"""The options of each group, and those that the app sets by itself."""
+
+
+class Settings(NamedTuple):
+    """What the app is made of: plain values, which Ray hands to the replicas."""
+
+    engine: dict[str, Any]
+    server: dict[str, Any]
+    router: dict[str, Any]
+    scaling: Scaling
+
+
+def read(config: Mapping[str, Any]) -> Settings:
+    """Checks a config. Raises ConfigError."""
+    engine: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+    for name, value in config.items():
+        group, dot, key = name.partition(".")
+        if group in groups and dot:
+            groups[group][key] = value
+        elif name in groups:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name!r} must be a dict of options, not {value!r}.")
+            groups[name].update(value)
+        else:
+            engine[name] = value
+    made = VllmConfig.make(**engine)
+    if made.parallel.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size: in place of it, the app has replicas.")
+    converted = {name: _converted(name, values) for name, values in groups.items()}
+    _section(ServerOptions, converted["server"])
+    _section(RouterOptions, converted["router"])
+    scaling = _section(Scaling, converted["scaling"])
+    return Settings(engine, converted["server"], converted["router"], scaling)
+
+
+def _converted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    kind, set_here = _GROUPS[group]
+    known = {each.name: each for each in options_of(kind) if each.name not in set_here}
+    for name in values:
+        if name in set_here:
+            raise ConfigError(f"{group}.{name} is not yours to set: Ray Serve, or the app, does.")
+        if name not in known:
+            raise ConfigError(f"unknown option '{group}.{name}'. {nearest(name, known)}")
+    return {name: known[name].convert(value, f"{group}.{name}") for name, value in values.items()}
+
+
+def _section(kind: type[SectionT], values: dict[str, Any]) -> SectionT:
+    return msgspec.structs.replace(kind(), **values)

@@ -1,0 +1,155 @@
+"""The app on a Ray cluster: its answers are one engine's, whatever becomes of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from continued import KINDS, SERVE, Command, ask
+from toolkit_lm_ray_serve import serve_app
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The address of one engine's server."""
+    command = Command(*SERVE)
+    yield command.url()
+    command.kill()
+
+
+@pytest.fixture
+def serving(port):
+    """A function (options) that serves an app, and gives its address."""
+    from ray import serve
+
+    def run(**options: Any) -> str:
+        serve.run(serve_app({"model": "tiny", "kernels": "cpu", **options}))
+        return f"http://127.0.0.1:{port}"
+
+    yield run
+    serve.delete("default")
+
+
+def num_engines() -> dict[str, int]:
+    """Numbers of engines, by Ray Serve's states."""
+    from ray import serve
+
+    states = serve.status().applications["default"].deployments["engine"].replica_states
+    return {str(getattr(state, "value", state)): number for state, number in states.items()}
+
+
+def engines() -> list[psutil.Process]:
+    """The replicas' processes."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith("ray::ServeReplica:default:engine"):
+            found.append(process)
+    return found
+
+
+async def migrations(client: aiohttp.ClientSession, url: str) -> float:
+    async with client.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("toolkit_lm_router_migrations_total{")
+    )
+
+
+async def test_a_replica_killed_under_8_streams_loses_nothing(serving, alone):
+    url = serving(**{"scaling.min_replicas": 2, "scaling.max_replicas": 2})
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as client:
+        expected = [await ask(client, alone, *kind, asyncio.Semaphore()) for kind in KINDS]
+        assert [await ask(client, url, *kind, asyncio.Semaphore()) for kind in KINDS] == expected
+        begun = asyncio.Semaphore(0)
+        numbers = [number % len(KINDS) for number in range(8)]
+        asking = [
+            asyncio.create_task(ask(client, url, *KINDS[number], begun)) for number in numbers
+        ]
+        for _ in asking:
+            await begun.acquire()
+        victim = engines()[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        found = await asyncio.gather(*asking)
+        assert found == [expected[number] for number in numbers]
+        assert await migrations(client, url) > 0
+        # Ray Serve starts another one, and the front hears of it.
+        end = time.monotonic() + 300
+        while (num_engines() != {"RUNNING": 2} or victim in engines()) and time.monotonic() < end:
+            await asyncio.sleep(0.2)
+        assert num_engines() == {"RUNNING": 2}
+        assert await ask(client, url, *KINDS[0], asyncio.Semaphore()) == expected[0]
+
+
+def check(tasks: list[asyncio.Task[None]]) -> None:
+    """Raises what a task has raised."""
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+async def test_engines_come_and_go_under_load(serving, alone):
+    """1 -> 3 -> 1: no request is lost, refused or answered wrongly."""
+    scaling = {"max_replicas": 3, "upscale_delay": 1, "downscale_delay": 3, "max_wait": 0.5}
+    url = serving(max_num_seqs=4, scaling=scaling)
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as client:
+        expected = [await ask(client, alone, *kind, asyncio.Semaphore()) for kind in KINDS]
+        most = 1
+        is_loaded = True
+        num_answers = 0
+
+        async def load(number: int) -> None:
+            nonlocal num_answers
+            while is_loaded or number == 0:
+                kind = num_answers % len(KINDS)
+                found = await ask(client, url, *KINDS[kind], asyncio.Semaphore())
+                assert found == expected[kind]
+                num_answers += 1
+                if not is_loaded:
+                    await asyncio.sleep(0.5)
+
+        loads = [asyncio.create_task(load(number)) for number in range(12)]
+        try:
+            end = time.monotonic() + 300
+            while most < 3 and time.monotonic() < end:
+                check(loads)
+                await asyncio.sleep(0.2)
+                most = max(most, num_engines().get("RUNNING", 0))
+            assert most == 3, num_engines()
+            is_loaded = False
+            end = time.monotonic() + 300
+            while num_engines() != {"RUNNING": 1} and time.monotonic() < end:
+                check(loads)
+                await asyncio.sleep(0.2)
+            assert num_engines() == {"RUNNING": 1}
+            # The last one goes on, to the end.
+            assert await asyncio.gather(*loads[1:]) == [None] * 11
+            assert not loads[0].done()
+            assert num_answers > 12
+        finally:
+            for task in loads:
+                task.cancel()
