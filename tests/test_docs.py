@@ -513,6 +513,24 @@ def test_the_readme_names_every_command():
     ] == []
 
 
+def test_the_readme_compares_with_what_was_measured():
+    """Each row of its table is a row of the page of the last race, peer by peer."""
+    measured = [
+        [cell.split()[0] for cell in line.split("|")[1:-1] if cell.strip()]
+        for line in read(DOCS / "performance.md").splitlines()
+        if line.startswith("|")
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in read(ROOT / "README.md").splitlines()
+        if line.startswith("|") and line.count("|") == 7
+    ][2:]
+    assert len(rows) > 6
+    for work, *figures in rows:
+        found = {figure for figure in figures if figure not in ("–", "1")}
+        assert any(found <= {*row} for row in measured), work
+
+
 def test_sampling_names_every_parameter_and_its_default():
     text = read(DOCS / "sampling.md")
     defaults = {
