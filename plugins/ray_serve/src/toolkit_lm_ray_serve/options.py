@@ -20,37 +20,12 @@ class Scaling(Struct, frozen=True, kw_only=True):
 
     min_replicas: Annotated[int, option("Fewest engines.", ge=1)] = 1
     max_replicas: Annotated[int, option("Most engines.", ge=1)] = 1
-    cpus: Annotated[
-        float, option("CPUs that Ray sets aside for an engine, or for each of its ranks.", gt=0)
-    ] = 1.0
-    max_wait: Annotated[
-        float,
-        option(
-            "Estimated seconds in the queue, over all engines, above which there are more.", gt=0
-        ),
-    ] = 1.0
-    max_fill: Annotated[
-        float,
-        option(
-            "Used part of the KV cache, or of the rows of a batch, above which there are more.",
-            gt=0,
-            le=1,
-        ),
-    ] = 0.8
-    upscale_delay: Annotated[
-        float, option("Seconds for which more engines must be wanted until they start.", ge=0)
-    ] = 10.0
-    downscale_delay: Annotated[
-        float, option("Seconds for which fewer engines must be wanted until some end.", ge=0)
-    ] = 300.0
-    drain_timeout: Annotated[
-        float,
-        option(
-            "Seconds that the requests of an engine get to finish when it is to end. Streams that "
-            "are left go on elsewhere.",
-            ge=0,
-        ),
-    ] = 60.0
+    cpus: Annotated[float, option("CPUs of an engine, or of each of its ranks.", gt=0)] = 1.0
+    max_wait: Annotated[float, option("Most estimated seconds in the queue.", gt=0)] = 1.0
+    max_fill: Annotated[float, option("Most used part of caches and batches.", gt=0, le=1)] = 0.8
+    upscale_delay: Annotated[float, option("Seconds until more engines start.", ge=0)] = 10.0
+    downscale_delay: Annotated[float, option("Seconds until engines end.", ge=0)] = 300.0
+    drain_timeout: Annotated[float, option("Seconds that requests get to finish.", ge=0)] = 60.0
 
     def __post_init__(self) -> None:
         if self.max_replicas < self.min_replicas:
