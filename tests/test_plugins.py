@@ -63,6 +63,7 @@ SHIPPED = [
     "renderer_remote",
     "reward",
     "rl",
+    "ray_serve",
     "router",
     "sampling_extra",
     "sdpa",
