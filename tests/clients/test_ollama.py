@@ -1,5 +1,5 @@
-"""ollama: chats, prompts, streams, tools, formats, embeddings, the lists of models, errors,
-async."""
+"""ollama: chats, prompts, streams, tools, formats, embeddings, the lists of models, loading and
+unloading several models, errors, async."""
 
 from __future__ import annotations
 
