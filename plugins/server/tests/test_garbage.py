@@ -112,3 +112,39 @@ def test_cycles_go(monkeypatch):
         gc.enable()
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+MAKING = """
+import gc, sys, threading
+from toolkit_lm_server.garbage import _num_old
+
+sys.setswitchinterval(1e-5)
+end = threading.Event()
+wrong = []
+
+def make():
+    while not end.is_set():
+        try:
+            tuple([] for _ in range(300))
+        except SystemError as error:
+            wrong.append(error)
+
+threads = [threading.Thread(target=make) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(300):
+    # Tuples that are being made become old.
+    gc.collect()
+    assert _num_old() > 100
+end.set()
+for thread in threads:
+    thread.join()
+print(wrong)
+"""
+
+
+def test_the_count_leaves_tuples_alone_that_others_make():
+    done = subprocess.run(
+        [sys.executable, "-c", MAKING], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -45,7 +45,7 @@ class Garbage:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _INTERVAL
-            if len(gc.get_objects(2)) <= _FEW:
+            if _num_old() <= _FEW:
                 gc.collect()
                 self._next = now + _REST
                 if is_idle and resident_bytes() > self._kept * _GROWN:
@@ -53,6 +53,16 @@ class Garbage:
                     # tokenized, some 200 MB.
                     self._trim(0)
                     self._kept = resident_bytes()
+
+
+def _num_old() -> int:
+    """Objects of the oldest generation.
+
+    `gc.get_objects` refers to tuples that other threads are making at that time, and those cannot
+    grow then: `tuple(generator)` fails with SystemError. So the list is gone before another thread
+    runs: all of this is one call into C.
+    """
+    return next(map(len, map(gc.get_objects, (2,))))
 
 
 def _trim() -> Callable[[int], object]:
