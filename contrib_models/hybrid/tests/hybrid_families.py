@@ -300,6 +300,10 @@ VARIANTS = {
             "conv1d_width": 3,
         },
     },
+    "RwkvForCausalLM": {
+        "rescaled": {**RECURRENT, "intermediate_size": 48, "rescale_every": 1},
+        "tied, not rescaled": {**RECURRENT, "rescale_every": 0, "tie_word_embeddings": True},
+    },
     "Zamba2ForCausalLM": {
         "two blocks, adapters, rotary": {
             **ZAMBA2,

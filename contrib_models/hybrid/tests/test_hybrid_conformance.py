@@ -107,6 +107,11 @@ class TestRecurrentGemma(HybridConformance):
     variants = VARIANTS[architecture]
 
 
+class TestRwkv(HybridConformance):
+    architecture = "RwkvForCausalLM"
+    variants = VARIANTS[architecture]
+
+
 class TestZamba2(HybridConformance):
     architecture = "Zamba2ForCausalLM"
     variants = VARIANTS[architecture]

@@ -22,6 +22,7 @@ MODELS = {
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "RwkvForCausalLM": "rwkv",
     "Zamba2ForCausalLM": "zamba2",
 }
 """Architectures, and the modules that hold a class of that name."""
@@ -32,6 +33,7 @@ UNBOUNDED = {
     "Mamba2ForCausalLM",
     "MambaForCausalLM",
     "RecurrentGemmaForCausalLM",
+    "RwkvForCausalLM",
 }
 """Architectures whose checkpoints state no longest sequence: without attention, or with windows
 alone."""
