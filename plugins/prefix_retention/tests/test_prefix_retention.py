@@ -3,10 +3,13 @@ run."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import httpx
 import pytest
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm_prefix_retention import RetentionParams
 from toolkit_lm_prefix_retention.front import KEY
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
@@ -166,13 +169,11 @@ def test_nothing_is_retained_unless_asked():
         fill(llm)
         ask(llm, 1, asking(retention=None, key="a"))
         assert retained(llm) == {}
-        assert not any(pool.retained for pool in llm.engine.client.core.scheduler.blocks.pools)
 
 
 def test_it_is_off_until_an_operator_asks():
     with LLM(**ENGINE) as llm:
         ask(llm, 1, asking(key="a"))
-        assert not any(pool.retained for pool in llm.engine.client.core.scheduler.blocks.pools)
         assert "prefix_retention" not in llm.engine.client.core.scheduler.planners.by_name
         fill(llm)
         assert ask(llm, 1) == 0
@@ -185,6 +186,123 @@ def test_a_reset_forgets_contents_and_keeps_time():
         assert ask(llm, 1) == 0
         fill(llm)
         assert ask(llm, 1) == 64
+
+
+def ranged(*ranges, decode=None, decode_ms=None, max_tokens=2, more=None):
+    """Parameters of a request with ranges (start, end, priority, milliseconds)."""
+    names = ("token_start", "token_end", "priority", "duration_ms")
+    config = {
+        "token_range_retention_configs": [dict(zip(names, one, strict=True)) for one in ranges],
+        "decode_retention_priority": decode,
+        "decode_duration_ms": decode_ms,
+    }
+    asked = {"kv_cache_retention_config": config} | (more or {})
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=asked)
+
+
+def test_contents_leave_by_priority():
+    """The whole cache is of prompts with priorities, and others come by."""
+    with engine(share=1.0, client_share=1.0) as llm:
+        for number, priority in enumerate((50, 90, 10, 70, 36, 0)):
+            ask(llm, number, ranged((0, None, priority, None)))
+        ask(llm, 50)
+        found = []
+        for number in range(100, 109):
+            ask(llm, number)
+            pools = llm.engine.client.core.scheduler.blocks.pools
+            found.append(
+                {
+                    marked
+                    for marked, marks in by_prompt(llm).items()
+                    if all(pools[pool].find(key) is not None for pool, key in marks)
+                }
+            )
+    # 28 of 40 blocks are taken, and each of the others takes 4, and one that it gives back.
+    assert found[0] == {0, 1, 2, 3, 4, 5}
+    order = [gone for before, after in pairwise(found) for gone in before - after]
+    assert order == [5, 2], found
+
+
+def by_prompt(llm):
+    """Marks by the number of the prompt, as `ask` numbers them."""
+    planner = llm.engine.client.core.scheduler.planners.by_name["prefix_retention"]
+    marks = [*planner._owners]
+    return {number: marks[4 * number : 4 * number + 4] for number in range(len(marks) // 4)}
+
+
+def priorities(llm):
+    planner = llm.engine.client.core.scheduler.planners.by_name["prefix_retention"]
+    return sorted(planner._orders[0].priorities.values())
+
+
+def test_ranges_have_priorities_of_their_own():
+    with engine(share=1.0, client_share=1.0) as llm:
+        ask(llm, 1, ranged((0, 32, 80, None), (48, None, 20, None)))
+        assert priorities(llm) == [20, 80, 80]
+        fill(llm)
+        # The first two blocks have stayed. The one between was like others.
+        assert ask(llm, 1) == 32
+
+
+def test_generated_tokens_have_a_priority():
+    with engine(share=1.0, client_share=1.0) as llm:
+        ask(llm, 1, ranged(decode=60, decode_ms=10**6, max_tokens=40), length=30)
+        # Tokens 30 to 68, and the block with tokens of both is the prompt's.
+        assert priorities(llm) == [60, 60]
+        ask(llm, 2, ranged((0, None, 40, None), max_tokens=20), length=33)
+        assert priorities(llm) == [40, 40, 60, 60]
+
+
+def test_ranges_end_and_are_bounded(clock):
+    with engine(share=0.1, client_share=1.0) as llm:
+        ask(llm, 1, ranged((0, 16, 90, 5000), (16, None, 80, 10**12), decode=70, max_tokens=40))
+        assert sum(retained(llm).values()) == len(priorities(llm)) == 4
+        clock[0] += 6
+        ask(llm, 2)
+        ask(llm, 3, ranged((0, 16, 50, 10**15 / 2)))
+        assert all(priority in (50, 70, 80) for priority in priorities(llm))
+        clock[0] += 86401
+        ask(llm, 4)
+        assert retained(llm) == {} and priorities(llm) == []
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"token_ranges": []}, "has no 'token_ranges'"),
+        ({"token_range_retention_configs": {}}, None),
+        ({"token_range_retention_configs": {"a": 1}}, "must be a list"),
+        ({"token_range_retention_configs": [{}] * 65}, "64 ranges at most"),
+        ({"token_range_retention_configs": [3]}, "must be a mapping"),
+        ({"token_range_retention_configs": [{"start": 3}]}, "has no 'start'"),
+        ({"token_range_retention_configs": [{"token_start": -1}]}, "token_start must be"),
+        (
+            {"token_range_retention_configs": [{"token_start": 4, "token_end": 4}]},
+            "token_end must be an integer from 5",
+        ),
+        ({"token_range_retention_configs": [{"priority": 101}]}, "priority must be"),
+        ({"token_range_retention_configs": [{"priority": True}]}, "priority must be"),
+        ({"token_range_retention_configs": [{"duration_ms": 0}]}, "duration_ms must be"),
+        ({"token_range_retention_configs": [{}, {"token_start": 4}]}, "two ranges have"),
+        ({"decode_retention_priority": -1}, "decode_retention_priority must be"),
+        ({"decode_duration_ms": "5m"}, "decode_duration_ms must be"),
+        ([], "a mapping"),
+    ],
+)
+def test_wrong_ranges_are_named(config, words):
+    asked = {"kv_cache_retention_config": config}
+    if words is None:
+        RetentionParams(**asked)
+        return
+    with pytest.raises(RequestError, match=words) as told:
+        RetentionParams(**asked)
+    assert told.value.param == "kv_cache_retention_config"
+
+
+def test_a_time_and_ranges_exclude_each_other():
+    params = ranged((0, None, 50, None), more={"prompt_cache_retention": "24h"})
+    with engine() as llm, pytest.raises(RequestError, match="give one of them"):
+        ask(llm, 1, params)
 
 
 @pytest.mark.parametrize("wrong", [{"retention": "48h"}, {"retention": 5}, {"key": "k" * 257}])

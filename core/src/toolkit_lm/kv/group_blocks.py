@@ -3,10 +3,10 @@ supplies their blocks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from toolkit_lm.kv.eviction import FreeBlocks
 from toolkit_lm.kv.spec import KVCacheSpec
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
@@ -48,8 +48,7 @@ class BlockPool:
     that own it; at 0 the block is free.
 
     A block may have a key that identifies its contents. A freed block keeps its key until it is
-    allocated again. Blocks without a key are allocated first, then the least recently used. Those
-    with retained contents are allocated last.
+    allocated again. `FreeBlocks` says which one is allocated first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -61,17 +60,12 @@ class BlockPool:
         """Called with each key whose contents are no longer found; None: no contents are."""
         self.on_published: Callable[[Any, int], None] | None = None
         """Called with the key and the block when contents can be found from now on."""
-        self.retained: set[Hashable] = set()
-        """Keys of retained contents, changed by `retain` and `let_go`."""
+        self._free = FreeBlocks()
         self.reset()
 
     def reset(self) -> None:
         """Frees all blocks, and forgets their contents."""
         self.ref_counts = [0] * self.num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
-        """Free blocks; the first is allocated next."""
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with retained contents, allocated once there are no others."""
         self._blocks: dict[Hashable, int] = {}
         """Block ids by key."""
         self._keys: dict[int, Hashable] = {}
@@ -82,22 +76,25 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._kept)
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._kept)
+        return self.num_blocks - len(self._free)
 
     def allocate(self) -> int:
         """Allocates a free block, with one owner, and forgets its contents. A block must be
         free."""
-        block, _ = (self._free or self._kept).popitem(last=False)
+        block = self._free.pop()
         assert self.ref_counts[block] == 0, (
             f"free block {block} has {self.ref_counts[block]} owners"
         )
-        if (key := self.forget(block)) is not None and self.on_evicted is not None:
-            self.on_evicted(key, block)
         self.ref_counts[block] = 1
+        if block in self._keys:
+            self.num_cached -= 1
+            key = self.forget(block)
+            if self.on_evicted is not None:
+                self.on_evicted(key, block)
         return block
 
     def share(self, block: int) -> None:
@@ -105,7 +102,7 @@ class BlockPool:
         wanted."""
         if self.ref_counts[block] == 0:
             assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
-            del (self._free if block in self._free else self._kept)[block]
+            self._free.remove(block)
             self.num_cached -= 1
         self.ref_counts[block] += 1
 
@@ -115,11 +112,9 @@ class BlockPool:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             key = self._keys.get(block)
-            (self._kept if key in self.retained else self._free)[block] = None
+            self._free.add(block, key)
             if key is not None:
                 self.num_cached += 1
-            else:
-                self._free.move_to_end(block, last=False)
 
     # Contents
 
@@ -148,10 +143,10 @@ class BlockPool:
         None."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._blocks[key]
-            self.num_cached -= self.ref_counts[block] == 0
-            if block in self._kept:
-                del self._kept[block]
-                self._free[block] = None
+            if self.ref_counts[block] == 0:
+                self.num_cached -= 1
+                self._free.remove(block)
+                self._free.add(block, None)
             if self.on_forgotten is not None:
                 self.on_forgotten(key)
         return key
@@ -161,28 +156,20 @@ class BlockPool:
         self._blocks.clear()
         self._keys.clear()
         self.num_cached = 0
-        self._free |= self._kept
-        self._kept.clear()
+        self._refill()
         if self.on_forgotten is not None:
             self.on_forgotten(None)
 
-    def retain(self, key: Hashable) -> None:
-        """Evicts the contents with this key after those of all other blocks, from now on."""
-        self.retained.add(key)
-        self._move(key, self._free, self._kept)
+    def order_by(self, order: FreeBlocks) -> None:
+        """Allocates free blocks in another order, from now on. `order` has no blocks."""
+        self._free = order
+        self._refill()
 
-    def let_go(self, key: Hashable) -> None:
-        """Evicts the contents with this key as if they had just been used."""
-        self.retained.discard(key)
-        self._move(key, self._kept, self._free)
-
-    def _move(
-        self, key: Hashable, source: OrderedDict[int, None], target: OrderedDict[int, None]
-    ) -> None:
-        block = self._blocks.get(key)
-        if block is not None and block in source:
-            del source[block]
-            target[block] = None
+    def _refill(self) -> None:
+        self._free.clear()
+        for block in range(self.num_blocks - 1, -1, -1):
+            if self.ref_counts[block] == 0:
+                self._free.add(block, self._keys.get(block))
 
 
 class GroupBlocks:

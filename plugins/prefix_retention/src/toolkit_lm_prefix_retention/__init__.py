@@ -43,6 +43,22 @@ class RetentionParams(ProcessorParams):
         ),
     ] = None
 
+    kv_cache_retention_config: Annotated[
+        dict[str, Any] | None,
+        param(
+            "Priorities of token ranges in the KV cache, as in TensorRT-LLM: "
+            "token_range_retention_configs, decode_retention_priority and decode_duration_ms.",
+            flag=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_cache_retention_config is not None:
+            from toolkit_lm_prefix_retention.config import ranges_of
+
+            ranges_of(self.kv_cache_retention_config)
+
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
         from toolkit_lm_prefix_retention.enabled import is_enabled
 

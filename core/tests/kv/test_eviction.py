@@ -1,4 +1,4 @@
-"""Retained contents of a block pool: evicted last, and never in the way."""
+"""The order in which a block pool evicts contents, and orders of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections import OrderedDict
 
 import pytest
-from toolkit_lm.kv import BlockPool
+from toolkit_lm.kv import BlockPool, FreeBlocks
 
 
 class Plain:
@@ -71,41 +71,45 @@ def evicted(pool, count):
     return gone, blocks
 
 
-def test_retained_contents_leave_last():
+class Newest(FreeBlocks):
+    """Another order: the most recently used first, but for blocks without contents."""
+
+    def pop(self):
+        block = next(reversed(self._blocks))
+        self.remove(block)
+        return block
+
+
+def test_a_pool_has_another_order():
     pool = BlockPool(5)
-    pool.retain("b")
-    cached(pool, *"abcde")
-    pool.retain("d")
-    assert pool.num_free == pool.num_cached == 5
-    gone, blocks = evicted(pool, 5)
-    assert gone == [*"acebd"] and sorted(blocks) == [*range(5)]
-    assert pool.num_free == pool.num_cached == 0
-
-
-def test_contents_let_go_count_as_just_used():
-    pool = BlockPool(4)
     cached(pool, *"abcd")
-    pool.retain("a")
-    pool.let_go("a")
-    assert evicted(pool, 4)[0] == [*"bcda"]
-    assert not pool.retained
+    pool.order_by(Newest())
+    assert pool.num_free == 5 and pool.num_cached == 4
+    cached(pool, "e")
+    for key in "bc":
+        if (block := pool.find(key)) is not None:
+            pool.share(block)
+            pool.release(block)
+    newest = next(key for key in "cbe" if pool.find(key) is not None)
+    assert evicted(pool, 1)[0] == [newest]
+    pool.reset()
+    cached(pool, *"fg")
+    assert isinstance(pool._free, Newest)
 
 
-def test_retained_contents_are_shared_and_come_back():
+def test_forgotten_contents_are_overwritten_first():
     pool = BlockPool(3)
-    pool.retain("a")
     cached(pool, *"abc")
-    block = pool.find("a")
-    pool.share(block)
-    assert pool.num_free == 2 and pool.num_used == 1
-    pool.release(block)
-    assert evicted(pool, 3)[0] == [*"bca"]
+    block = pool.find("c")
+    pool.forget(block)
+    assert pool.num_free == 3 and pool.num_cached == 2
+    assert pool.allocate() == block
+    assert pool.num_cached == 2
 
 
 @pytest.mark.parametrize("forget", ["one", "all", "reset"])
-def test_forgotten_contents_are_no_longer_kept(forget):
+def test_forgotten_contents_are_no_longer_found(forget):
     pool = BlockPool(3)
-    pool.retain("a")
     cached(pool, *"abc")
     if forget == "one":
         pool.forget(pool.find("a"))
@@ -115,3 +119,4 @@ def test_forgotten_contents_are_no_longer_kept(forget):
         pool.reset()
     assert pool.num_free == 3 and pool.find("a") is None
     assert evicted(pool, 3)[0] == ([*"bc"] if forget == "one" else [])
+    assert pool.num_cached == 0
