@@ -81,10 +81,16 @@ def head(engine: ServingEngine, prefix: str) -> dict[str, Any]:
     }
 
 
-def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
+def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, Any]:
     """Token counts of pooled inputs."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": tokens,
+        "completion_tokens": 0,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def encoded(

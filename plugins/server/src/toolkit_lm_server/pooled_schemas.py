@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from toolkit_lm_server.answer_schemas import Head
+from toolkit_lm_server.answer_schemas import CachedTokens, Head
 from toolkit_lm_server.schema_texts import Described
 
 
@@ -15,6 +15,8 @@ class PoolingUsage(Described):
     """0: nothing is generated."""
     total_tokens: int
     """Tokens of both."""
+    prompt_tokens_details: CachedTokens
+    """Kinds of prompt tokens."""
 
 
 class Embedding(Described):

@@ -203,8 +203,7 @@ class MessagesBody(PromptBody):
         ):
             if (value := getattr(self, theirs)) is not None:
                 fields[name] = value
-        time = retention(self.messages, self.system, self.tools, self.cache_control)
-        if time is not None:
+        if (time := self.retention()) is not None:
             fields["prompt_cache_retention"] = time
         if self.return_token_ids:
             if self.stream:
@@ -213,6 +212,11 @@ class MessagesBody(PromptBody):
                 )
             fields["return_token_ids"] = True
         return fields
+
+    def retention(self) -> str | None:
+        """The time for which the request asks to keep its prompt; None: it does not. Raises
+        RequestError."""
+        return retention(self.messages, self.system, self.tools, self.cache_control)
 
     def budget(self) -> Any:
         """Tokens of reasoning; None: as many as there are."""

@@ -25,8 +25,20 @@ _DELTAS = {
 class Output:
     """A message on its way."""
 
-    def __init__(self, answer: ChatAnswer, model: str, *, thinks: bool) -> None:
-        """`thinks`: the message shows reasoning."""
+    def __init__(
+        self,
+        answer: ChatAnswer,
+        model: str,
+        *,
+        thinks: bool,
+        retention: str | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        """`thinks`: the message shows reasoning. `retention`: the time for which the request asks
+        to keep its prompt. `block_size`: tokens of a block of the prefix cache; None: there is no
+        cache."""
+        self._retention = retention
+        self._block_size = block_size
         self._answer = answer
         self._head = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -108,13 +120,23 @@ class Output:
             "stop_sequence": stop if stop_reason == "stop_sequence" else None,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         usage = self._answer.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        prompt = usage["prompt_tokens"]
+        created = 0
+        if self._retention is not None and self._block_size is not None:
+            # The same prompt would find so much: its last token is always computed.
+            found = (prompt - 1) // self._block_size * self._block_size
+            created = max(0, found - cached)
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": prompt - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created if self._retention == "5m" else 0,
+                "ephemeral_1h_input_tokens": created if self._retention == "1h" else 0,
+            },
             "output_tokens": usage["completion_tokens"],
         }
 

@@ -41,8 +41,13 @@ class Messages:
                 raise renamed(as_api_error(error), NAMES) from error
 
         def output(reply: ChatAnswer) -> Output:
+            cache = self._engines[body.model].config.cache
             return Output(
-                reply, body.model or self._engines[None].served_model_name, thinks=body.thinks
+                reply,
+                body.model or self._engines[None].served_model_name,
+                thinks=body.thinks,
+                retention=body.retention(),
+                block_size=None if cache.enable_prefix_caching is False else cache.block_size,
             )
 
         if body.stream:

@@ -18,12 +18,25 @@ class ContentBlock(Described):
     input: dict[str, Any] = {}
 
 
+class CacheCreation(Described):
+    ephemeral_5m_input_tokens: int
+    """Those of cache_creation_input_tokens that are to stay for 5 minutes."""
+    ephemeral_1h_input_tokens: int
+    """Those of cache_creation_input_tokens that are to stay for an hour."""
+
+
 class MessageUsage(Described):
     input_tokens: int
-    """Without those that were cached."""
+    """Tokens of the prompt that were neither found in the cache nor put there by cache_control."""
     cache_creation_input_tokens: int
+    """Tokens of the prompt that a request with cache_control has put into the cache: those of whole
+    blocks. 0 without cache_control."""
     cache_read_input_tokens: int
+    """Tokens of the prompt that were found in the cache."""
+    cache_creation: CacheCreation
+    """cache_creation_input_tokens by time."""
     output_tokens: int
+    """Tokens of the output."""
 
 
 class AnthropicMessage(Described):

@@ -138,7 +138,7 @@ class Encoding:
                         "id": id_of(rid, index, f"{name}-{index}"),
                         "finish_reason": {"type": "stop", "matched": None},
                         "prompt_tokens": len(output.prompt_token_ids),
-                        "cached_tokens": 0,
+                        "cached_tokens": output.num_cached_tokens,
                         "e2e_latency": seconds,
                     },
                 }
