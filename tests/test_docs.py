@@ -492,6 +492,8 @@ def test_the_flags_in_the_guides_exist():
         "--quick",
     }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
+    # Flags of `toolkit kv`.
+    known |= {"--file", "--messages", "--tier"}
     # Flags of docker, of `ray start`, and of `optimum-cli export`.
     known |= {"--target", "--profile", "--address", "--head"}
     known |= {"--weight-format", "--sym", "--group-size", "--ratio"}

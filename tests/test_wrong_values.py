@@ -106,6 +106,8 @@ OF_THE_COMMAND_LINE = (
     "plugins/lora/src/toolkit_lm_lora/flags.py",
     # Flags of `toolkit`, as options.
     "plugins/kv_disk/src/toolkit_lm_kv_disk/flags.py",
+    # `toolkit kv`.
+    "plugins/kv_disk/src/toolkit_lm_kv_disk/cli.py",
     # `toolkit ps`, `toolkit load` and `toolkit unload`.
     "plugins/model_pool/src/toolkit_lm_model_pool/remote.py",
     # `toolkit worker`.

@@ -250,9 +250,9 @@ class Tiers:
             for contents, offer in ((evicted, tier.evicted), (filled, tier.filled)):
                 for content in offer(list(contents)) if contents else ():
                     self._work.stores.append(TierBlock(name, *content, contents.pop(content)))
-            self._drop(name)
+            self.drop(name)
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         dropped = self.tiers[name].dropped()
         self._work.dropped += [TierBlock(name, *content, -1) for content in dropped]
 
@@ -273,7 +273,7 @@ class Tiers:
         """Forgets the contents of all tiers."""
         for name, tier in self.tiers.items():
             tier.reset()
-            self._drop(name)
+            self.drop(name)
 
 
 def _by_group(blocks: Iterable[TierBlock]) -> dict[int, list[bytes]]:

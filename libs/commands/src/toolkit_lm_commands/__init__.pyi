@@ -11,3 +11,10 @@ from .registry import (
     CommandRegistry as CommandRegistry,
     FlagNamesRegistry as FlagNamesRegistry,
 )
+from .servers import (
+    HERE as HERE,
+    Key as Key,
+    Url as Url,
+    ask_server as ask_server,
+    columns as columns,
+)

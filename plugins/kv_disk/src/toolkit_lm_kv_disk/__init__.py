@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from toolkit_lm.config import VllmConfig
     from toolkit_lm.model import Model
-    from toolkit_lm_commands import FlagNamesRegistry
+    from toolkit_lm_commands import CommandRegistry, FlagNamesRegistry
     from toolkit_lm_server.plugin_routes import OpenAIApi
     from toolkit_lm_serving.engine import ServingEngine
 
@@ -65,7 +65,8 @@ def toolkit_register_kv_tiers(kv_tiers: KVTierRegistry) -> None:
 def toolkit_register_parts(parts: PartRegistry) -> None:
     parts.add(
         "kv_disk",
-        planner="toolkit_lm_kv_tiers.planner:TierPlanner",
+        request="toolkit_lm_kv_disk.front:NamingRequests",
+        planner="toolkit_lm_kv_disk.planner:NamingPlanner",
         worker="toolkit_lm_kv_tiers.worker:TierPart",
         for_model="toolkit_lm_kv_disk.limits:is_enabled",
     )
@@ -77,10 +78,35 @@ def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
 
 
 @hookimpl(optionalhook=True)
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add(
+        "kv save",
+        "toolkit_lm_kv_disk.cli:save",
+        help="Compute a prefix on a running server, and keep it on its disk under a name.",
+    )
+    commands.add(
+        "kv list",
+        "toolkit_lm_kv_disk.cli:list_prefixes",
+        help="List the named prefixes of a running server.",
+    )
+    commands.add(
+        "kv drop",
+        "toolkit_lm_kv_disk.cli:drop",
+        help="Drop named prefixes of a running server, or what a KV tier has.",
+    )
+
+
+@hookimpl(optionalhook=True)
 def toolkit_register_routes(
     router: APIRouter, engine: ServingEngine, options: Options, api: OpenAIApi
 ) -> None:
-    if api.metrics is None or (options.dir is None and options.host is None):
+    if options.dir is None and options.host is None:
+        return
+    if api.options.admin_routes:
+        from toolkit_lm_kv_disk.routes import add_routes
+
+        add_routes(router, engine, api)
+    if api.metrics is None:
         return
     from toolkit_lm_kv_tiers.metrics import show
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
-from toolkit_lm.errors import ConfigError, ToolkitError
+from toolkit_lm_commands import HERE, Key, Url, ask_server, columns
 
 from toolkit_lm_model_pool.need import as_size
 
-Url = Annotated[str, typer.Option("--url", help="Address of the server.")]
-Key = Annotated[
-    str | None, typer.Option("--api-key", envvar="TOOLKIT_LM_API_KEY", help="Key of the server.")
-]
-_HERE = "http://127.0.0.1:8000"
-_TIMEOUT = httpx.Timeout(1800, connect=10)
 
-
-def ps(url: Url = _HERE, api_key: Key = None) -> None:
+def ps(url: Url = HERE, api_key: Key = None) -> None:
     """Show the models of a running server."""
-    cards = _asked("GET", url, "/v1/models", api_key).get("data", [])
+    cards = ask_server("GET", url, "/v1/models", api_key).get("data", [])
     rows = [("MODEL", "STATE", "NEEDS", "TAKES", "REQUESTS", "LOADS")]
     for card in cards:
         # A server of one model tells no state.
@@ -36,10 +28,8 @@ def ps(url: Url = _HERE, api_key: Key = None) -> None:
                 str(card.get("loads", "")),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        typer.echo("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    for line in columns(rows):
+        typer.echo(line)
     for card in cards:
         if card.get("reason"):
             typer.echo(f"{card['id']}: {card['reason']}")
@@ -47,11 +37,11 @@ def ps(url: Url = _HERE, api_key: Key = None) -> None:
 
 def load(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
-    url: Url = _HERE,
+    url: Url = HERE,
     api_key: Key = None,
 ) -> None:
     """Load a model of a running server, which needs --admin-routes. Ends when it is ready."""
-    _asked("POST", url, "/models/load", api_key, {"model": model})
+    ask_server("POST", url, "/models/load", api_key, {"model": model})
     typer.echo(f"{model} is ready.")
 
 
@@ -59,39 +49,13 @@ def unload(
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Name of the model. Default: all.")
     ] = None,
-    url: Url = _HERE,
+    url: Url = HERE,
     api_key: Key = None,
 ) -> None:
     """Unload a model of a running server, or all but the pinned. The server needs
     --admin-routes."""
-    done = _asked("POST", url, "/unload", api_key, {"model": model})
+    done = ask_server("POST", url, "/unload", api_key, {"model": model})
     typer.echo(f"Unloaded: {', '.join(done.get('models', []))}.")
-
-
-def _asked(
-    method: str, url: str, path: str, key: str | None, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The answer of a server. Raises ConfigError and ToolkitError."""
-    address = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx.request(
-            method, address + path, json=body, headers=headers, timeout=_TIMEOUT
-        )
-        answer = response.json()
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigError(
-            f"option 'url': {url!r} is not the address of a server: {error}"
-        ) from error
-    except httpx.HTTPError as error:
-        raise ToolkitError(f"no answer from the server at {address}: {error}") from error
-    except ValueError as error:
-        raise ToolkitError(f"the server at {address} answers no JSON.") from error
-    if response.is_error or not isinstance(answer, dict):
-        reason = answer.get("error", answer) if isinstance(answer, dict) else answer
-        words = reason.get("message", reason) if isinstance(reason, dict) else reason
-        raise ToolkitError(f"the server refused the request ({response.status_code}): {words}")
-    return answer
 
 
 def _size(num_bytes: object) -> str:
