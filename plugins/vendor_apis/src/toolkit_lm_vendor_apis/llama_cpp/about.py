@@ -77,18 +77,6 @@ class About:
             ]
         )
 
-    async def change_slot(self, slot: int, request: Request) -> Response:
-        """The state of a slot is neither saved nor restored nor erased by a request (501)."""
-        action = request.query_params.get("action", "")
-        if action not in ("save", "restore", "erase"):
-            raise ApiError(400, "action must be save, restore or erase.", param="action")
-        raise ApiError(
-            501,
-            f"slot {slot}: {action} is not supported by this server, which keeps prefixes by their "
-            "content: the prefix cache finds them by itself.",
-            param="action",
-        )
-
     def _settings(self) -> dict[str, Any]:
         """The sampling parameters of a request that says nothing."""
         body = self._body(prompt="")

@@ -28,7 +28,7 @@ _WITHOUT_PLACE = (
 )
 _OWN = (
     *("prompt", "n_predict", "n_probs", "return_tokens", "timings_per_token"),
-    "return_progress",
+    *("return_progress", "id_slot"),
     *("response_fields", "logit_bias"),
 )
 _MOST_BIASES = 300
@@ -90,6 +90,8 @@ class LlamaCompletionBody(SamplingBody):
     """Each event of a stream has timings, too."""
     return_progress: bool = False
     """A stream begins with an event that tells of the prompt, once it is read."""
+    id_slot: int = -1
+    """The slot whose content POST /slots/{slot} saves. -1: the slot 0."""
     response_fields: Items[str] | None = None
     """The only fields of an answer, with slashes for those inside of others:
     "generation_settings/n_predict"."""

@@ -16,6 +16,7 @@ from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.llama_cpp.body import NAMES, LlamaCompletionBody, LlamaPrompt
 from toolkit_lm_vendor_apis.llama_cpp.output import Answers, LlamaEvents, settings_of
+from toolkit_lm_vendor_apis.llama_cpp.slots import Slots
 from toolkit_lm_vendor_apis.llama_cpp.tokens import token_ids_of
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class Completing:
     """Completions, as llama.cpp has them."""
 
-    def __init__(self, api: OpenAIApi, body: type[LlamaCompletionBody]) -> None:
+    def __init__(self, api: OpenAIApi, body: type[LlamaCompletionBody], slots: Slots) -> None:
         """`body`: the body class with plugins' fields."""
+        self._slots = slots
         self._api = api
         self._body = body
 
@@ -37,6 +39,8 @@ class Completing:
             return await stream_of(begin, _Begun.events, LlamaEvents)
         begun = await begin
         choices = await begun.generation.choices()
+        if len(choices) == 1:
+            begun.answers.keep(choices[0].token_ids)
         if body.is_several or len(choices) > 1:
             content = await asyncio.to_thread(
                 lambda: bytes(encoded([*map(begun.answers.whole, choices)]))
@@ -58,7 +62,9 @@ class Completing:
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         name = body.model or engine.served_model_name
-        return _Begun(generation, Answers(body, generation, engine.renderer, settings, name))
+        return _Begun(
+            generation, Answers(body, generation, engine.renderer, settings, name, self._slots)
+        )
 
 
 class _Begun:

@@ -11,6 +11,7 @@ from toolkit_lm_server.generation import ChoicePiece, Generation, timings_of
 
 from toolkit_lm_vendor_apis.llama_cpp.body import RANDOM_SEED, LlamaCompletionBody
 from toolkit_lm_vendor_apis.llama_cpp.errors import worded
+from toolkit_lm_vendor_apis.llama_cpp.slots import Slots
 
 if TYPE_CHECKING:
     from toolkit_lm.outputs import Logprob, RequestOutput
@@ -42,8 +43,11 @@ class Answers:
         renderer: Renderer,
         settings: dict[str, Any],
         model: str,
+        slots: Slots,
     ) -> None:
-        """`settings`: what the answers tell of the sampling parameters. `model`: its name."""
+        """`settings`: what the answers tell of the sampling parameters. `model`: its name.
+        `slots`: keeps what the body's slot has computed."""
+        self._slots = slots
         self._body = body
         self._generation = generation
         self._renderer = renderer
@@ -59,9 +63,13 @@ class Answers:
         """Each prompt's pieces, and its end, which has no text of its own."""
         texts: dict[int, str] = {}
         """The text of each answer so far."""
+        tokens: dict[int, list[int]] = {}
         async for pieces in self._generation.pieces():
             events = []
             for piece in pieces:
+                tokens.setdefault(piece.index, []).extend(piece.token_ids)
+                if piece.finish_reason is not None:
+                    self.keep(tokens.pop(piece.index), piece.index)
                 if self._body.return_progress and piece.index not in texts:
                     events.append(self._progress(piece))
                 texts[piece.index] = texts.get(piece.index, "") + piece.text
@@ -71,6 +79,12 @@ class Answers:
                     ended = self._ended(piece, "", texts[piece.index], [], ())
                     events.append(self._picked(ended))
             yield events
+
+    def keep(self, token_ids: Sequence[int], index: int = 0) -> None:
+        """Keeps a prompt and the tokens of its answer as the content of the body's slot."""
+        prompt = self._generation.prompt(index).prompt_token_ids
+        body = self._body
+        self._slots.remember(body.id_slot, [*prompt, *token_ids], body.model, body.cache_salt)
 
     def _progress(self, piece: ChoicePiece) -> dict[str, Any]:
         """The event that tells of the prompt, which has been read by the first token."""
@@ -97,7 +111,7 @@ class Answers:
             "content": piece.text,
             "tokens": piece.token_ids,
             "stop": False,
-            "id_slot": -1,
+            "id_slot": self._body.id_slot,
             "tokens_predicted": predicted,
             "tokens_evaluated": prompt.num_prompt_tokens,
             **(timings if self._body.timings_per_token else {}),
@@ -120,7 +134,7 @@ class Answers:
             "index": piece.index,
             "content": content,
             "tokens": tokens,
-            "id_slot": -1,
+            "id_slot": self._body.id_slot,
             "stop": True,
             "model": self._model,
             "tokens_predicted": predicted,

@@ -28,6 +28,7 @@ from toolkit_lm_vendor_apis.llama_cpp.schemas import (
     LlamaTokens,
     LlamaVectors,
 )
+from toolkit_lm_vendor_apis.llama_cpp.slots import SlotAnswer, Slots
 from toolkit_lm_vendor_apis.llama_cpp.tokens import LlamaTokenizer
 from toolkit_lm_vendor_apis.llama_cpp.vectors import Vectors
 from toolkit_lm_vendor_apis.route_kinds import route_kind
@@ -39,7 +40,8 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
     body = body_of(
         LlamaCompletionBody, engine.plugins.logits_processors, engine.config.sampling_defaults
     )
-    completing = Completing(api, body)
+    slots = Slots(api)
+    completing = Completing(api, body, slots)
     about = About(api, body)
     tokenizer = LlamaTokenizer(api.engines)
     vectors = Vectors(api)
@@ -65,7 +67,7 @@ def add_routes(router: APIRouter, api: OpenAIApi) -> None:
         ("GET", "/props", about.props, answers(LlamaProps), kind),
         ("POST", "/props", about.set_props, not_there, kind),
         ("GET", "/slots", about.slots, answers(LlamaSlots), kind),
-        ("POST", "/slots/{slot}", about.change_slot, not_there, kind),
+        ("POST", "/slots/{slot}", slots.change, answers(SlotAnswer) | not_there | limits, kind),
     ]
     for method, path, handler, responses, route in routes:
         router.add_api_route(
