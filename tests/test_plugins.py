@@ -42,6 +42,7 @@ SHIPPED = [
     "kserve",
     "kv_disk",
     "kv_events",
+    "kv_redis",
     "llama_cpp",
     "llguidance",
     "loaders",

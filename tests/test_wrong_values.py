@@ -106,6 +106,7 @@ OF_THE_COMMAND_LINE = (
     "plugins/lora/src/toolkit_lm_lora/flags.py",
     # Flags of `toolkit`, as options.
     "plugins/kv_disk/src/toolkit_lm_kv_disk/flags.py",
+    "plugins/kv_redis/src/toolkit_lm_kv_redis/flags.py",
     # `toolkit kv`.
     "plugins/kv_disk/src/toolkit_lm_kv_disk/cli.py",
     # `toolkit ps`, `toolkit load` and `toolkit unload`.

@@ -72,6 +72,8 @@ class TierPlanner(Planner):
         for tier in self.tiers.values():
             if not (request.swapped or request.skips_tiers):
                 reason = why_missed(blocks, hashes, limit, length, tier)
+                # No request waits for an answer to that.
+                tier.is_asking()
                 if reason is not None:
                     tier.missed(reason)
             _offer_hits(blocks, hashes, length, tier)
@@ -98,6 +100,8 @@ def why_missed(
     see `Counts.misses`. None: it is whole, or the tier has more of it."""
     border = blocks.border
     whole = limit // border * border
+    if length < whole and tier.is_down:
+        return "off"
     if length >= whole or blocks.find_prefix(hashes, limit, tier.find) > length:
         return None
     groups = [group for group in blocks.groups if not group.spec.of_encoder]

@@ -83,6 +83,11 @@ class PricedTier(KVTier):
         `Counts.misses`."""
         self.counts.misses[reason] = self.counts.misses.get(reason, 0) + 1
 
+    @property
+    def is_down(self) -> bool:
+        """Whether the tier cannot be asked at present."""
+        return False
+
     def hit(self, group: int, digest: bytes) -> None:
         """A request has found a block on the device that another one has filled."""
 
