@@ -49,6 +49,8 @@ litellm.completion(model="ollama_chat/MODEL", api_base="http://127.0.0.1:8000", 
 | --- | --- | --- |
 """
 _TAIL = """
+`make test-clients` runs all of these. evalscope and mteb, which fetch data sets, and promptfoo, which is of Node, were not tried.
+
 They need the model's tokenizer: `FOLDER` has its files. lm-eval does without where the server has `--tokenizer-info`.
 
 ```sh
