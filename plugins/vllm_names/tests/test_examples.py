@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import toolkit_lm
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -497,6 +498,20 @@ def test_data_parallel(tmp_path):
     for rank in range(2):
         assert f"DP rank {rank} needs to process 8 prompts" in found.stdout
         assert found.stdout.count(f"DP rank {rank}, Generated text: ") == 2
+
+
+def test_sharded_state(run, tmp_path):
+    """A folder of the ranks' own files answers as the checkpoint that it was saved from."""
+    folder = tmp_path / "state"
+    printed = run(
+        "save_sharded_state", "--model", str(TINY / "checkpoint"), "--output", str(folder)
+    )
+    assert "model-rank-0-part-0.safetensors" in printed and "sharded_state.json" in printed
+    expected = toolkit_lm.LLM("tiny").generate(
+        "Once upon a time", toolkit_lm.SamplingParams(temperature=0, max_tokens=16)
+    )
+    printed = run("load_sharded_state", "--model", str(folder))
+    assert f"Generated text: {expected[0].outputs[0].text!r}" in printed
 
 
 def test_context_extension(run):

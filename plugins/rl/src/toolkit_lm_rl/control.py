@@ -15,6 +15,7 @@ from toolkit_lm_rl.share import (
     Call,
     Pause,
     PauseMode,
+    SavedState,
     Sleep,
     Staged,
     State,
@@ -135,6 +136,13 @@ class Control:
         self._llm.call_workers(f"{PART}.stage", Staged(path))
         return self.change(version)
 
+    def save_sharded_state(self, path: str, max_size: int | None = None) -> None:
+        """Writes what each rank has of the present weights into a folder, which the load format
+        sharded_state reads. Config and tokenizer are not written. `max_size`: bytes after which a
+        rank begins another file. Each rank makes its model once more for it. Raises
+        UnsupportedError for quantized weights."""
+        self._llm.call_workers(f"{PART}.save_sharded_state", SavedState(path, max_size))
+
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
@@ -225,6 +233,10 @@ class AsyncControl:
         """Changes the weights to those of a file or folder, as `Control.update_weights` does."""
         await self.stage(path)
         return await self.update(version)
+
+    async def save_sharded_state(self, path: str, max_size: int | None = None) -> None:
+        """Writes the present weights, as `Control.save_sharded_state` does."""
+        await self._engine.call_workers(f"{PART}.save_sharded_state", SavedState(path, max_size))
 
     async def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -57,6 +57,14 @@ class Staged(Struct, frozen=True):
     """Nobody changes the file any more, so that it can stay mapped. It may be deleted."""
 
 
+class SavedState(Struct, frozen=True):
+    """A folder for the state of each rank's model."""
+
+    path: str
+    max_size: int | None = None
+    """Bytes after which a rank begins another file; None: the format's own."""
+
+
 class Call(Struct, frozen=True):
     """A call of a method of the workers' extension, with values as `values.packed` makes them."""
 

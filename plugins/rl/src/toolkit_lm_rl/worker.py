@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.model import CheckpointLoader, Model, load_model
 from toolkit_lm.step import StepPart, worker_method
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from toolkit_lm_rl.extension import Extension
 from toolkit_lm_rl.memory import copy_contents, release_pages, storages
-from toolkit_lm_rl.share import Call, CallResult, Staged
+from toolkit_lm_rl.share import Call, CallResult, SavedState, Staged
 from toolkit_lm_rl.values import packed, unpacked
 
 
@@ -24,6 +26,7 @@ class _Changed(CheckpointLoader):
     """A checkpoint, some of whose tensors are others."""
 
     def __init__(self, inner: CheckpointLoader, tensors: dict[str, Tensor]) -> None:
+        super().__init__(inner.source)
         self._inner = inner
         self._tensors = tensors
 
@@ -153,7 +156,24 @@ class WeightsPart(StepPart):
             storage.copy_(host)
         self._host = []
 
-    def _made(self, tensors: dict[str, Tensor]) -> Model:
+    @worker_method
+    def save_sharded_state(self, saved: SavedState) -> None:
+        """Writes what this rank has of the present weights, as the load format sharded_state reads
+        it. The model is made once more for it, with kernels that do not rearrange weights."""
+        from toolkit_lm_loaders.sharded import MAX_SIZE, SavingLoader
+
+        folder = Path(saved.path)
+        size = saved.max_size or MAX_SIZE
+        device = msgspec.structs.replace(self.config.device, kernels="torch")
+        config = msgspec.structs.replace(self.config, device=device)
+        self._made(self._changed, config, lambda inner: SavingLoader(inner, folder, size))
+
+    def _made(
+        self,
+        tensors: dict[str, Tensor],
+        config: VllmConfig | None = None,
+        wrapped: Callable[[CheckpointLoader], CheckpointLoader] = lambda inner: inner,
+    ) -> Model:
         checkpoint = self.config.checkpoint
         assert checkpoint is not None, "the config is resolved"
         inner = self.plugins.loaders.make(
@@ -161,10 +181,10 @@ class WeightsPart(StepPart):
         )
         return load_model(
             type(self.model),
-            self.config,
+            config or self.config,
             self.device,
             self.plugins,
-            loader=_Changed(inner, tensors) if tensors else inner,
+            loader=wrapped(_Changed(inner, tensors) if tensors else inner),
         )
 
     def _refill(self, fresh: Model) -> None:

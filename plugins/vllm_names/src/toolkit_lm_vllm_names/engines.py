@@ -18,6 +18,7 @@ from toolkit_lm_vllm_names.driver_weights import ModelExecutor
 from toolkit_lm_vllm_names.engine_args import EngineArgs
 from toolkit_lm_vllm_names.metrics import Metric, counting, snapshot
 from toolkit_lm_vllm_names.prompt_embeds import prompt_and_params
+from toolkit_lm_vllm_names.sharded_state import EngineCore
 from toolkit_lm_vllm_names.sleeping import SleepsAsync
 from toolkit_lm_vllm_names.unfinished import OutputProcessor
 
@@ -46,6 +47,7 @@ class LLMEngine(toolkit_lm.LLMEngine, SaysWhatToUse):
     after_step: Callable[[], object] | None = None
     """Called when a step has been computed."""
     model_executor: ModelExecutor
+    engine_core: EngineCore
     """The executor of an LLM's engine, for trainers in the same process."""
 
     @classmethod

@@ -22,6 +22,7 @@ from toolkit_lm_vllm_names.pairs import pair_prompts
 from toolkit_lm_vllm_names.profiling import Profiler
 from toolkit_lm_vllm_names.prompt_embeds import with_embeds
 from toolkit_lm_vllm_names.seeds import Seeds
+from toolkit_lm_vllm_names.sharded_state import EngineCore
 from toolkit_lm_vllm_names.sleeping import Sleeps
 from toolkit_lm_vllm_names.table import engine_options
 
@@ -52,6 +53,7 @@ class LLM(Sleeps, SaysWhatToUse):
         assert isinstance(self.engine, LLMEngine), "engine_class makes it"
         self.engine.after_step = self._profiler.after_step
         self.engine.model_executor = ModelExecutor(self, self.stage_weights)
+        self.engine.engine_core = EngineCore(self)
         self._seeds = Seeds(self.config.model.seed)
 
     @classmethod
