@@ -353,6 +353,7 @@ def test_what_nobody_knows_is_never_silent(unknown):
 SAMPLES = {
     "model": "m",
     "prompt_cache_retention": "24h",
+    "kv_cache_retention_config": {"decode_retention_priority": 50},
     "cache_control": {"type": "ephemeral"},
     "messages": [{"role": "user", "content": "other"}],
     "prompt": "other",
