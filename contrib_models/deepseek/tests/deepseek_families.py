@@ -4,8 +4,10 @@ import transformers
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     LongcatFlashConfig,
     MiniCPM3Config,
 )
@@ -60,6 +62,19 @@ V3 = {
 }
 
 
+INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "n_group": 2, "topk_group": 2}
+V32 = {
+    "few of many, sharpened": {"index_topk": 7, "rope_parameters": YARN},
+    "all of most": {"index_topk": 48, "mlp_layer_types": ["sparse", "dense"]},
+}
+DSA = {
+    "each its own": {"index_topk": 7},
+    "shared, all sparse": {
+        "index_topk": 5,
+        "indexer_types": ["full", "shared"],
+        "first_k_dense_replace": 0,
+    },
+}
 GLM = {
     "dense first": {**GROUPS, "n_shared_experts": 1},
     "sparse first": {"mlp_layer_types": ["sparse", "dense"], "q_lora_rank": None},
@@ -114,6 +129,16 @@ def make_v3(**changes):
     return transformers.DeepseekV3ForCausalLM(
         DeepseekV3Config(**{**SHAPE, **GROUPS, **changes})
     ).eval()
+
+
+def make_v32(**changes):
+    own = {**SHAPE, **INDEXER, **changes}
+    return transformers.DeepseekV32ForCausalLM(DeepseekV32Config(**own)).eval()
+
+
+def make_dsa(**changes):
+    own = {**SHAPE, **INDEXER, **changes}
+    return transformers.GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**own)).eval()
 
 
 def make_glm(**changes):
@@ -175,8 +200,10 @@ def make_longcat(**changes):
 FAMILIES = {
     "DeepseekV2ForCausalLM": (make_v2, V2),
     "DeepseekV3ForCausalLM": (make_v3, V3),
+    "DeepseekV32ForCausalLM": (make_v32, V32),
     "Glm4MoeForCausalLM": (make_glm45, GLM45),
     "Glm4MoeLiteForCausalLM": (make_glm, GLM),
+    "GlmMoeDsaForCausalLM": (make_dsa, DSA),
     "KimiLinearForCausalLM": (make_kimi, KIMI),
     "LongcatFlashForCausalLM": (make_longcat, LONGCAT),
     "MiniCPM3ForCausalLM": (make_minicpm3, MINICPM3),

@@ -2,6 +2,7 @@
 prefill, ranks, weight errors."""
 
 from deepseek_families import (
+    DSA,
     GLM,
     GLM45,
     KIMI,
@@ -9,6 +10,8 @@ from deepseek_families import (
     MINICPM3,
     V2,
     V3,
+    V32,
+    make_dsa,
     make_glm,
     make_glm45,
     make_kimi,
@@ -16,6 +19,7 @@ from deepseek_families import (
     make_minicpm3,
     make_v2,
     make_v3,
+    make_v32,
 )
 from toolkit_lm_devkit import TransformersConformance
 
@@ -34,6 +38,27 @@ class TestDeepseekV3(TransformersConformance):
 
     def make_hf_model(self, **variant):
         return make_v3(**variant)
+
+
+class TestDeepseekV32(TransformersConformance):
+    variants = V32
+    tensor_parallel_sizes = (2,)
+
+    def make_hf_model(self, **variant):
+        return make_v32(**variant)
+
+
+class TestGlmMoeDsa(TransformersConformance):
+    variants = DSA
+    tensor_parallel_sizes = (2,)
+
+    def make_hf_model(self, **variant):
+        return make_dsa(**variant)
+
+    def must_preempt(self, specs):
+        """Layers with an indexer's key and those without have pools of their own, of as many blocks
+        each."""
+        return len(specs) == 1 and super().must_preempt(specs)
 
 
 class TestGlm4MoeLite(TransformersConformance):

@@ -14,8 +14,10 @@ from toolkit_lm.plugin import (
 MODELS = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "KimiLinearForCausalLM": "kimi_linear",
     "LongcatFlashForCausalLM": "longcat_flash",
     "MiniCPM3ForCausalLM": "minicpm3",

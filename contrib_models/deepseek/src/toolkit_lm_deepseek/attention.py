@@ -26,6 +26,7 @@ from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_deepseek.latent import LatentAttention
+from toolkit_lm_deepseek.params import Choice, IndexShape
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors, which config.json does not state."""
@@ -100,6 +101,8 @@ class DeepseekAttention(nn.Module):
             scale=scale_of(config),
             weights=self.weights,
             expand=self.expand,
+            index=self.index_shape(config),
+            choice=self.choice(config),
             vllm_config=vllm_config,
             prefix=join(prefix, "attn"),
         )
@@ -125,24 +128,44 @@ class DeepseekAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        q = self.queries(x).view(len(x), self.num_heads, self.head_size)
+        inputs = self.query_inputs(x)
+        q = self.queries(inputs).view(len(x), self.num_heads, self.head_size)
         plain, turned = torch.split(q, [self.plain_size, self.rotated_size], dim=-1)
         q = torch.cat([plain, rotation.rotate(dense(turned))], dim=-1)
         kept = self.kv_a_proj_with_mqa(x)
         latent, key = torch.split(kept, [self.rank, self.rotated_size], dim=-1)
         key = rotation.rotate(dense(key).unsqueeze(1)).squeeze(1)
         kept = torch.cat([self.latents(dense(latent)), key], dim=-1)
-        out: Tensor = self.o_proj(self.attn(q, kept))
+        out: Tensor = self.o_proj(self.attend(q, kept, x, inputs, rotation))
         return out
 
-    def queries(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, heads * head_size], a new tensor."""
-        q: Tensor = (
-            self.q_proj(x)
-            if self.query_rank is None
-            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        )
+    def attend(
+        self, q: Tensor, kept: Tensor, x: Tensor, inputs: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """Queries and what is kept of each token -> [T, heads * value size]. `x`: the layer's
+        input; `inputs`: that of queries."""
+        out: Tensor = self.attn(q, kept)
+        return out
+
+    def query_inputs(self, x: Tensor) -> Tensor:
+        """x [T, H] -> what queries are projections of: itself, or [T, query rank]."""
+        if self.query_rank is None:
+            return x
+        made: Tensor = self.q_a_layernorm(self.q_a_proj(x))
+        return made
+
+    def queries(self, inputs: Tensor) -> Tensor:
+        """-> [T, heads * head_size], a new tensor."""
+        q: Tensor = (self.q_proj if self.query_rank is None else self.q_b_proj)(inputs)
         return q
+
+    def index_shape(self, config: HFConfig) -> IndexShape | None:
+        """Sizes of the layer's indexer. None: it has none."""
+        return None
+
+    def choice(self, config: HFConfig) -> Choice | None:
+        """Where an indexer's choice is kept. None: there is no indexer."""
+        return None
 
     def latents(self, x: Tensor) -> Tensor:
         """The normed latents [T, rank]."""

@@ -19,7 +19,7 @@ from toolkit_lm_paged_attention import fused_attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit_lm_deepseek.params import LatentParams
+from toolkit_lm_deepseek.params import IndexShape, LatentParams
 from toolkit_lm_deepseek.spec import BYTES, LatentSpec
 
 _MOST_PADDED = 2**15
@@ -63,7 +63,8 @@ class LatentBackend(AttentionBackend):
 
     Rows of one token are absorbed: the up-projection to keys is applied to the query, and that to
     values to the sum of latents. Rows of many tokens have their keys and values made of the
-    latents. Which of both takes fewer products is decided for each row.
+    latents. Which of both takes fewer products is decided for each row. Where a layer has an
+    indexer, the keys that it leaves out are not seen.
     """
 
     @classmethod
@@ -125,20 +126,61 @@ class LatentBackend(AttentionBackend):
         cache = _vectors(call)
         for tokens in step.padding:
             call.out[tokens].zero_()
-        for bucket in step.buckets:
+        for number, whole in enumerate(step.buckets):
+            bucket = self._narrowed(call, number, whole)
             q = absorbed(layer, call.q[bucket.tokens])
             sums = _attend_bucket(layer, q, cache, bucket)
             call.out.index_copy_(0, bucket.tokens, values_of(layer, sums))
-        for tokens, places in step.rows:
+        for number, (tokens, places) in enumerate(step.rows):
             q = call.q[tokens]
             latents = cache.index_select(0, places)
+            unseen = _later(len(q), len(latents), q.device)
+            chooses = layer.choice is not None and len(latents) > layer.choice.top_k
+            if chooses:
+                unseen = self._unseen(call, number, tokens, latents, unseen)
+            latents = latents[:, : layer.width]
             if layer.expands(len(q), len(latents)):
-                call.out[tokens] = _attend_expanded(layer, q, latents)
+                mask = ~unseen if chooses or len(q) < len(latents) else None
+                call.out[tokens] = _attend_expanded(layer, q, latents, mask)
                 continue
-            hidden = _later(len(q), len(latents), q.device).repeat_interleave(q.shape[1], 0)
+            hidden = unseen.repeat_interleave(q.shape[1], 0)
             heads = absorbed(layer, q).flatten(0, 1)
             sums = _attend(heads[None], latents[None], hidden[None], layer)[0]
             call.out[tokens] = values_of(layer, sums.view(*q.shape[:2], -1))
+
+    @staticmethod
+    def _narrowed(call: AttentionCall, number: int, bucket: Bucket) -> Bucket:
+        """The bucket of that number, with the keys alone that an indexer chooses."""
+        layer = cast(LatentParams, call.layer)
+        choice = layer.choice
+        if choice is None or bucket.places.shape[1] <= choice.top_k:
+            return bucket
+        if layer.index is not None:
+            sought = _sought(call)[bucket.tokens]
+            chosen = best_of(layer.index, choice.top_k, sought, _vectors(call), bucket)
+            choice.buckets[number] = chosen
+        return narrowed(bucket, choice.buckets[number])
+
+    @staticmethod
+    def _unseen(
+        call: AttentionCall, number: int, tokens: slice, kept: Tensor, later: Tensor
+    ) -> Tensor:
+        """Which keys, whose vectors are `kept`, the queries of the row of that number do not
+        see."""
+        layer = cast(LatentParams, call.layer)
+        assert layer.choice is not None
+        if layer.index is not None:
+            keys = kept[:, layer.width :]
+            sought = _sought(call)[tokens]
+            unseen = unseen_of(layer.index, layer.choice.top_k, sought, keys, later)
+            layer.choice.rows[number] = unseen
+        return layer.choice.rows[number]
+
+
+def _sought(call: AttentionCall) -> Tensor:
+    """What an indexer looks for [T, ...]."""
+    assert call.v is not None
+    return call.v
 
 
 def _vectors(call: AttentionCall) -> Tensor:
@@ -192,6 +234,45 @@ def _later(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return places > places[num_keys - num_queries :, None]
 
 
+def best_of(index: IndexShape, top_k: int, sought: Tensor, cache: Tensor, bucket: Bucket) -> Tensor:
+    """Numbers [R, top_k] of keys that the indexer chooses for each row of a bucket, in order."""
+    places = bucket.places
+    keys = cache.index_select(0, places.flatten())[:, -index.size :].view(*places.shape, -1)
+    queries, weights = index_queries(index, sought)
+    products = torch.bmm(queries, keys.mT.float()).relu_()
+    scores = torch.bmm(weights[:, None], products)[:, 0]
+    after = torch.arange(places.shape[1], device=places.device) >= bucket.lengths[:, None]
+    return scores.masked_fill_(after, float("-inf")).topk(top_k, -1).indices.sort().values
+
+
+def narrowed(bucket: Bucket, chosen: Tensor) -> Bucket:
+    """A bucket with the `chosen` keys alone."""
+    # A row with fewer keys has all of them first.
+    lengths = bucket.lengths.clamp(max=chosen.shape[1])
+    return Bucket(bucket.tokens, bucket.places.gather(1, chosen), lengths)
+
+
+def unseen_of(index: IndexShape, top_k: int, sought: Tensor, keys: Tensor, later: Tensor) -> Tensor:
+    """Which keys [K, index size] of a row its queries do not see, `later` ones [T, K] among
+    them."""
+    queries, weights = index_queries(index, sought)
+    keys = keys.mT.float()
+    scores = torch.zeros(later.shape, device=later.device)
+    for head in range(index.num_heads):
+        scores.addcmul_((queries[:, head] @ keys).relu_(), weights[:, head, None])
+    chosen = scores.masked_fill_(later, float("-inf")).topk(top_k, -1).indices
+    return torch.ones_like(later).scatter_(1, chosen, value=False).logical_or_(later)
+
+
+def index_queries(index: IndexShape, sought: Tensor) -> tuple[Tensor, Tensor]:
+    """What an indexer looks for -> its queries [T, heads, size], and the weights of heads [T,
+    heads], in float32 (DeepSeek-AI 2025)."""
+    queries, weights = torch.split(
+        sought.float(), [index.num_heads * index.size, index.num_heads], dim=-1
+    )
+    return queries.reshape(len(queries), index.num_heads, index.size), weights
+
+
 def absorbed(layer: LatentParams, q: Tensor) -> Tensor:
     """Queries [T, heads, head_size] -> [T, heads, rank + rotated size], whose products with what is
     cached are the scores."""
@@ -211,9 +292,10 @@ def _attend_bucket(layer: LatentParams, q: Tensor, cache: Tensor, bucket: Bucket
     places = bucket.places
     ends = bucket.lengths
     out = torch.empty((*q.shape[:2], layer.rank), dtype=torch.float32, device=q.device)
-    if layer.kernels.latent_attention(q.float(), cache, places, ends, layer.scale, out):
+    whole = layer.index is None
+    if whole and layer.kernels.latent_attention(q.float(), cache, places, ends, layer.scale, out):
         return out.to(q.dtype)
-    latents = cache.index_select(0, places.flatten()).view(*places.shape, -1)
+    latents = cache.index_select(0, places.flatten()).view(*places.shape, -1)[..., : layer.width]
     hidden = torch.arange(places.shape[1], device=ends.device) >= ends[:, None]
     return _attend(q, latents, hidden[:, None], layer)
 
@@ -226,9 +308,11 @@ def _attend(q: Tensor, latents: Tensor, hidden: Tensor, layer: LatentParams) -> 
     return torch.bmm(weights, latents[..., : layer.rank])
 
 
-def _attend_expanded(layer: LatentParams, q: Tensor, latents: Tensor) -> Tensor:
-    """Queries [T, heads, head_size] of a row and all its latents [K, size] -> [T, heads, value
-    size]."""
+def _attend_expanded(
+    layer: LatentParams, q: Tensor, latents: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Queries [T, heads, head_size] of a row, all its latents [K, size], and which of these are
+    seen [T, K] -> [T, heads, value size]. No mask: those before each of as many queries."""
     made = layer.expand(latents[:, : layer.rank].contiguous())
     plain, values = torch.split(made, [layer.plain_size, layer.value_size], dim=-1)
     rotated = latents[:, None, layer.rank :].expand(-1, q.shape[1], -1)
@@ -241,9 +325,6 @@ def _attend_expanded(layer: LatentParams, q: Tensor, latents: Tensor) -> Tensor:
         .unsqueeze(0)
         for x in (q, keys, values)
     )
-    whole = q.shape[2] == keys.shape[2]
-    options: dict[str, Any] = {"causal": True} if whole else {}
-    if not whole:
-        options["mask"] = ~_later(q.shape[2], keys.shape[2], q.device)
+    options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
     out = fused_attention(q, keys, values, scale=layer.scale, **options)
     return out[0, :, :, : layer.value_size].transpose(0, 1)

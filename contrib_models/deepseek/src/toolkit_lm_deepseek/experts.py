@@ -128,11 +128,13 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
     decoder: ClassVar[type[LlamaModel]] = DeepseekModel
     moe: ClassVar[type[DeepseekMoE]]
+    chooses_tokens: ClassVar[bool] = False
+    """Whether attention has an indexer."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = HFConfig(vllm_config.hf_config)
         expect(config, "moe_layer_freq", 1)
-        if config.values.get("index_topk") is not None:
+        if config.values.get("index_topk") is not None and not self.chooses_tokens:
             raise UnsupportedError(
                 "config.json: 'index_topk' asks for sparse attention by an indexer, and this model "
                 "attends to all tokens."

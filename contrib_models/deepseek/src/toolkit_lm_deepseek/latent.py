@@ -12,14 +12,15 @@ from toolkit_lm.model import choose_kernels
 from torch import Tensor, device
 
 from toolkit_lm_deepseek.backend import LatentBackend
-from toolkit_lm_deepseek.params import LatentParams
+from toolkit_lm_deepseek.params import Choice, IndexShape, LatentParams
 from toolkit_lm_deepseek.spec import LatentSpec
 
 
 class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-AI 2024) without its projections: q [T, num_heads *
     head_size] and what is cached of each token [T, rank + rotated_size] -> [T, num_heads *
-    value_size]."""
+    value_size]. With an indexer, its key is cached too, and v is what it looks for (see
+    LatentParams)."""
 
     backend = LatentBackend
     params: LatentParams
@@ -36,6 +37,8 @@ class LatentAttention(Attention):
         scale: float,
         weights: Callable[[], tuple[Tensor, Tensor]],
         expand: Callable[[Tensor], Tensor],
+        index: IndexShape | None = None,
+        choice: Choice | None = None,
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
@@ -57,10 +60,13 @@ class LatentAttention(Attention):
             weights=weights,
             expand=expand,
             kernels=choose_kernels(),
+            index=index,
+            choice=choice,
         )
 
     def kv_cache_spec(self) -> LatentSpec:
-        size = self.params.rank + self.params.rotated_size
+        index = self.params.index
+        size = self.params.width + (0 if index is None else index.size)
         return LatentSpec(block_size=self.block_size, size=size, dtype=self.dtype)
 
     def attention_spec(self, device: device, *, cached: bool) -> AttentionSpec:
@@ -68,17 +74,20 @@ class LatentAttention(Attention):
         return super().attention_spec(device, cached=True)
 
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        assert k is not None and v is None
+        assert k is not None and (v is None) == (self.params.index is None)
         params = self.params
         q = q.view(-1, params.num_heads, params.head_size)
         out = q.new_empty(len(q), params.num_heads, params.value_size)
-        return self.run(q, k.unsqueeze(1), out=out).flatten(1)
+        inputs = (q, k.unsqueeze(1)) if v is None else (q, k.unsqueeze(1), v)
+        return self.run(*inputs, out=out).flatten(1)
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
-        q, kept = inputs
+        q, kept, *sought = inputs
         binding, metadata = current(self.prefix)
         backend: Any = binding.backend
-        call = AttentionCall(binding.params, q, kept, kept, binding.kv_cache, metadata, out)
+        call = AttentionCall(
+            binding.params, q, kept, sought[0] if sought else kept, binding.kv_cache, metadata, out
+        )
         if binding.stores:
             backend.write_kv(call)
         backend.forward(call)

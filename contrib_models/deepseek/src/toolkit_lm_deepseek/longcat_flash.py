@@ -38,8 +38,8 @@ class LongcatFlashAttention(DeepseekAttention):
         self.query_scale = (size / config.require("q_lora_rank", int)) ** 0.5
         self.latent_scale = (size / self.rank) ** 0.5
 
-    def queries(self, x: Tensor) -> Tensor:
-        return super().queries(x).mul_(self.query_scale)
+    def queries(self, inputs: Tensor) -> Tensor:
+        return super().queries(inputs).mul_(self.query_scale)
 
     def latents(self, x: Tensor) -> Tensor:
         return super().latents(x).mul_(self.latent_scale)

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit_lm.attention import LayerParams
 from toolkit_lm.model import Kernels
 from torch import Tensor
+
+
+class IndexShape(NamedTuple):
+    """Sizes of a layer's indexer."""
+
+    num_heads: int
+    size: int
+    """Of its keys, and of a head of its queries."""
+
+
+class Choice:
+    """Keys that an indexer chose in this step, for its layer and for those that share it."""
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        """Most keys that a query sees."""
+        self.buckets: dict[int, Tensor] = {}
+        """By number of a bucket: numbers [R, top_k] of each row's keys, in order."""
+        self.rows: dict[int, Tensor] = {}
+        """By number of a row of several tokens: keys that are not seen [T, K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,6 +39,9 @@ class LatentParams(LayerParams):
     * q [T, num_heads, head_size],
     * k and v, the same tensor [T, 1, rank + rotated_size]: the latents, then the rotated keys,
     * out [T, num_heads, value_size].
+
+    With an indexer, its key follows in k [T, 1, ...], and v is what it looks for: its queries [T,
+    index heads * index size], and the weight of each head [T, index heads], in one tensor.
     """
 
     rank: int
@@ -33,6 +57,15 @@ class LatentParams(LayerParams):
 
     kernels: Kernels
     """The model's."""
+    index: IndexShape | None = None
+    """The layer's own indexer."""
+    choice: Choice | None = None
+    """What an indexer chose, its own or another layer's. None: a query sees all keys before it."""
+
+    @property
+    def width(self) -> int:
+        """Length of what is cached of a token, but for an indexer's key."""
+        return self.rank + self.rotated_size
 
     @property
     def plain_size(self) -> int:

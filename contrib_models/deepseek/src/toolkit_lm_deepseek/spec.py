@@ -7,11 +7,11 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class LatentSpec(KVCacheSpec, frozen=True, kw_only=True, tag="latent"):
     """One vector per token, from which the keys and values of all heads are made: the normed
-    latent, then the rotated part of the keys. It has no heads, so each tensor parallel rank keeps
-    all of it."""
+    latent, the rotated part of the keys, and the key of an indexer where there is one. It has no
+    heads, so each tensor parallel rank keeps all of it."""
 
     size: int
-    """Length of the vector: kv_lora_rank + qk_rope_head_dim."""
+    """Length of the vector: kv_lora_rank + qk_rope_head_dim, and index_head_dim of an indexer."""
     dtype: str
 
     @property
