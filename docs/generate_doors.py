@@ -26,6 +26,7 @@ TOPOLOGIES = {
     "nodes": "`--nodes 2`, and `toolkit worker`",
     "Ray": "`--executor ray`, with a local cluster",
     "KV events": "`--plugin-option kv_events.enabled=true`",
+    "KV transfer": "`--kv-transfer-listen`",
     "remote renderer": "`--renderer-url`, and `toolkit render`",
     "router": "`toolkit route`, and its backends",
 }
@@ -92,6 +93,14 @@ DOORS = (
         "127.0.0.1, or `kv_events.endpoint` and `kv_events.replay_endpoint`",
         "nothing: [they show the tokens of prompts](#kv-cache-events)",
         ("KV events",),
+    ),
+    Door(
+        "engine",
+        "tcp",
+        MACHINE,
+        "`--kv-transfer-listen`; of ranks in processes of their own, the ports after it",
+        "[the secret](#kv-transfer): CURVE",
+        ("KV transfer",),
     ),
     Door(
         "engine",

@@ -439,6 +439,8 @@ def test_the_flags_in_the_guides_exist():
         "--kv-cache-dir",
         "--kv-cache-disk",
         "--kv-cache-host",
+        *(f"--kv-transfer-{name}" for name in ("listen", "advertise", "peers", "secret-file")),
+        *(f"--kv-transfer-{name}" for name in ("memory", "lease", "timeout")),
         "--prompt",
         # Those of `toolkit quality` and `toolkit quantize`.
         "--format",

@@ -124,6 +124,7 @@ ALONE = {
         *("--plugin-option", "kv_events.endpoint=tcp://127.0.0.1:{}"),
         *("--plugin-option", "kv_events.replay_endpoint=tcp://127.0.0.1:{}"),
     ],
+    "KV transfer": ["--kv-transfer-listen", "127.0.0.1:{}"],
 }
 AT_NIGHT = ("engine process", "pipeline parallel")
 """Their processes are among those of data and of tensor parallelism."""
@@ -139,7 +140,8 @@ AT_NIGHT = ("engine process", "pipeline parallel")
     ],
 )
 def test_a_server(serve, topology):
-    server = serve(*(word.format(free_port()) for word in ALONE[topology]))
+    environ = {"TOOLKIT_LM_KV_TRANSFER_SECRET": KEY} if topology == "KV transfer" else {}
+    server = serve(*(word.format(free_port()) for word in ALONE[topology]), **environ)
     answers(server)
     check(topology, of(server.process))
     assert shared_memory([psutil.Process(server.process.pid)]) == set()

@@ -43,6 +43,7 @@ SHIPPED = [
     "kv_disk",
     "kv_events",
     "kv_redis",
+    "kv_transfer",
     "llama_cpp",
     "llguidance",
     "loaders",

@@ -109,6 +109,7 @@ OF_THE_COMMAND_LINE = (
     "plugins/kv_redis/src/toolkit_lm_kv_redis/flags.py",
     # `toolkit kv`.
     "plugins/kv_disk/src/toolkit_lm_kv_disk/cli.py",
+    "plugins/kv_transfer/src/toolkit_lm_kv_transfer/flags.py",
     # `toolkit ps`, `toolkit load` and `toolkit unload`.
     "plugins/model_pool/src/toolkit_lm_model_pool/remote.py",
     # `toolkit worker`.

@@ -46,6 +46,8 @@ class StubBackend:
         self.breaks = False
         """The stream ends without its end."""
         self.status = 200
+        self.json: object = None
+        """The answer beside streams; None: the number of bytes that came."""
         self.headers: dict[str, str] = {}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -95,7 +97,8 @@ class StubBackend:
                     {"error": {"message": "no"}}, status=self.status, headers=self.headers
                 )
             if b'"stream":true' not in body:
-                return web.json_response({"got": len(body)}, headers=self.headers)
+                answer = {"got": len(body)} if self.json is None else self.json
+                return web.json_response(answer, headers=self.headers)
             return await self._stream(request)
         except (asyncio.CancelledError, ConnectionError):
             self.num_left += 1

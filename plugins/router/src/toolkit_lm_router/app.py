@@ -29,6 +29,7 @@ from toolkit_lm_router.schemas import (
     BackendBody,
     BackendInfo,
     BackendList,
+    NewBackendBody,
     RoutedModels,
     RouterStatus,
     Version,
@@ -62,7 +63,7 @@ class Router:
 
     def _status(self) -> dict[str, Any]:
         states = Counter(backend.state for backend in self._fleet.backends.values())
-        status = "ready" if states["ready"] else "starting"
+        status = "ready" if self._fleet.num_ready(None) else "starting"
         return {
             "status": "draining" if self._proxy.is_draining else status,
             "backends": dict(sorted(states.items())),
@@ -93,12 +94,16 @@ class Router:
         """The backends and their figures."""
         return {"backends": [_info(b) for b in self._fleet.backends.values()]}
 
-    async def add_backend(self, body: BackendBody) -> dict[str, Any]:
+    async def add_backend(self, body: NewBackendBody) -> dict[str, Any]:
         """Adds a backend, or has one that drains take part again. It gets requests when it is
         healthy."""
         if len(self._fleet.backends) >= _MOST_BACKENDS:
             raise ApiError(400, f"The router has {_MOST_BACKENDS} backends: remove some.")
-        backend = self._fleet.add(_checked(body.url))
+        url = _checked(body.url)
+        known = self._fleet.backends.get(url)
+        if known is not None and known.role != body.role:
+            raise ApiError(400, f"{url} has the role {known.role}: remove it first.", param="role")
+        backend = self._fleet.add(url, body.role)
         self._tend()
         return _info(backend)
 
@@ -138,6 +143,7 @@ def _info(backend: Backend) -> dict[str, Any]:
         url=backend.url,
         state=backend.state,
         reason=backend.reason,
+        role=backend.role,
         models=[*backend.models],
         is_ours=backend.is_ours,
         inflight=backend.load,

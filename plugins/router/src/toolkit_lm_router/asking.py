@@ -46,6 +46,7 @@ class _Fields(Struct):
     lora: Raw | UnsetType = UNSET
     return_token_ids: Raw | UnsetType = UNSET
     begun_token_ids: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
 
 
 class _Loose(_Fields):
@@ -76,6 +77,15 @@ class Asked(Struct):
     """Fields that ask for an adapter beside the model, and its name. None: they tell no name."""
     is_single: bool = False
     """The answer is one sequence that nobody has begun."""
+    is_object: bool = False
+    """The body is a JSON object with fields."""
+    has_transfer: bool = False
+    """The client moves KV blocks itself."""
+
+    @property
+    def is_completion(self) -> bool:
+        """Whether its prompt can be computed on another backend than its answer."""
+        return self.path in _RESUMABLE and not self.has_transfer
 
     @property
     def is_resumable(self) -> bool:
@@ -84,10 +94,15 @@ class Asked(Struct):
 
     def with_fields(self, **fields: object) -> bytes:
         """The body with more fields, which count in place of its own. It must have some."""
-        if not fields:
-            return self.body
-        end = self.body.rindex(b"}")
-        return b"%b,%b" % (self.body[:end], msgspec.json.encode(fields)[1:])
+        return with_fields(self.body, fields)
+
+
+def with_fields(body: bytes, fields: Mapping[str, object]) -> bytes:
+    """A JSON object, which has fields, with more of them."""
+    if not fields:
+        return body
+    end = body.rindex(b"}")
+    return b"%b,%b" % (body[:end], msgspec.json.encode(fields)[1:])
 
 
 def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> Asked:
@@ -122,6 +137,8 @@ def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> 
             for name in ("adapter", "lora_path", "lora")
             if _is_set(value := getattr(fields, name))
         },
+        is_object=len(body) > 2,
+        has_transfer=_is_set(fields.kv_transfer_params),
         is_single=_bytes(fields.n) in (b"", b"null", b"1") and not _is_set(fields.begun_token_ids),
     )
 

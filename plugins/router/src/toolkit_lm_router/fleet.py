@@ -13,6 +13,8 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_router.policy import Choice, RoutingPolicy, Wanted
 
+Role = Literal["serve", "prefill"]
+"""serve: it answers requests. prefill: it computes prompts for those that do."""
 State = Literal["starting", "ready", "draining", "down"]
 """starting: not asked yet. down: failed, or not healthy."""
 
@@ -32,6 +34,7 @@ class Backend:
     """A small number, which no other backend has at the time."""
     most: int
     """Most requests at a time."""
+    role: Role = "serve"
     state: State = "starting"
     reason: str = "its health is not known yet"
     models: tuple[str, ...] = ()
@@ -85,13 +88,15 @@ class Fleet:
         self.backends: dict[str, Backend] = {}
         """By URL."""
         self._by_number: dict[int, Backend] = {}
-        self._groups: dict[str | None, _Group] = {None: _Group()}
+        self._groups: dict[tuple[Role, str | None], _Group] = {}
         self.changed: Callable[[], None] = lambda: None
         """Is called when a request may have got a place."""
         for url in dict.fromkeys(options.backend):
             self.add(url)
+        for url in dict.fromkeys(options.prefill_backend):
+            self.add(url, "prefill")
 
-    def add(self, url: str) -> Backend:
+    def add(self, url: str, role: Role = "serve") -> Backend:
         """A new backend. It gets requests when it is healthy. One that is drained takes part
         again."""
         if url in self.backends:
@@ -100,7 +105,7 @@ class Fleet:
                 self.set_state(found, "starting", "it was added again")
             return found
         number = next(n for n in range(len(self.backends) + 1) if n not in self._by_number)
-        made = Backend(url, number, self._most)
+        made = Backend(url, number, self._most, role)
         self.backends[url] = self._by_number[number] = made
         return made
 
@@ -138,11 +143,11 @@ class Fleet:
 
     def regroup(self) -> None:
         """Finds anew who serves which model."""
-        groups: dict[str | None, _Group] = {None: _Group()}
+        groups: dict[tuple[Role, str | None], _Group] = {}
         for backend in self.backends.values():
             if backend.is_ready:
                 for name in (None, *backend.models):
-                    group = groups.setdefault(name, _Group())
+                    group = groups.setdefault((backend.role, name), _Group())
                     group.backends.append(backend)
                     group.allowed |= 1 << backend.number
         self._groups = groups
@@ -161,7 +166,7 @@ class Fleet:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) for a model that no backend has."""
-        if model is None or model in self._groups or not self.backends:
+        if model is None or ("serve", model) in self._groups or not self.backends:
             return
         known = self.known_models
         waits = any(b.state == "starting" for b in self.backends.values())
@@ -180,14 +185,18 @@ class Fleet:
 
     def num_ready(self, model: str | None, without: Collection[int] = ()) -> int:
         """Number of backends that serve the model, whether they have room or not."""
-        group = self._groups.get(model)
+        group = self._groups.get(("serve", model))
         return 0 if group is None else sum(b.number not in without for b in group.backends)
 
     def choose(
-        self, model: str | None, wanted: Wanted, without: Collection[int] = ()
+        self,
+        model: str | None,
+        wanted: Wanted,
+        without: Collection[int] = (),
+        role: Role = "serve",
     ) -> tuple[Backend, Choice] | None:
         """The backend of a request. None: none has room."""
-        group = self._groups.get(model)
+        group = self._groups.get((role, model))
         if group is None:
             return None
         total = sum(b.load for b in group.backends) if len(group.backends) <= 64 else None

@@ -18,6 +18,16 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
         list[str],
         option("URL of a server that requests go to, such as 'http://10.0.0.2:8000'."),
     ] = field(default_factory=list)
+    prefill_backend: Annotated[
+        list[str],
+        option(
+            "URL of a server that computes long prompts, whose KV blocks the others fetch "
+            "(kv_transfer)."
+        ),
+    ] = field(default_factory=list)
+    prefill_min_bytes: Annotated[
+        int, option("Least bytes of a request whose prompt is computed there.", ge=0)
+    ] = 4096
     backend_key: Annotated[
         str | None,
         option(
@@ -94,8 +104,13 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for url in self.backend:
-            check_url(url)
+        for name in ("backend", "prefill_backend"):
+            for url in getattr(self, name):
+                check_url(url, name)
+        if both := {*self.backend} & {*self.prefill_backend}:
+            raise ConfigError(
+                f"prefill_backend: {min(both)} is a backend, too. Give a server one of the roles."
+            )
         _ = self.max_prefix_bytes
         for name in ("backend_key", "admin_key"):
             key = getattr(self, name)
@@ -127,7 +142,7 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
         return size
 
 
-def check_url(url: str) -> str:
+def check_url(url: str, name: str = "backend") -> str:
     """The URL of a backend without a slash at its end. Raises ConfigError."""
     try:
         parts = urlsplit(url)
@@ -145,7 +160,7 @@ def check_url(url: str) -> str:
         or not (url.isascii() and url.isprintable() and " " not in url)
     ):
         raise ConfigError(
-            f"option 'backend': {url[:200]!r} is not the URL of a server: write "
+            f"option {name!r}: {url[:200]!r} is not the URL of a server: write "
             "'http://HOST:PORT', with a path where the server has one."
         )
     return url.rstrip("/").removesuffix("/v1")

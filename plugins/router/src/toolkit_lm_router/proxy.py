@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import aiohttp
 from fastapi import Request
+from msgspec import Raw
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from toolkit_lm_server.caller import Caller
@@ -18,12 +19,13 @@ from toolkit_lm_server.request_log import REASON
 from toolkit_lm_server.route import authorization, caller_of, unless_disconnected
 
 from toolkit_lm_router.answering import Answering, BrokenError
-from toolkit_lm_router.asking import Asked, read
+from toolkit_lm_router.asking import Asked, read, with_fields
 from toolkit_lm_router.clients import check_allowed
 from toolkit_lm_router.fairness import QueueFullError, Queues
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_router.policy import Choice
+from toolkit_lm_router.prefilling import PARAMS, Prefills
 from toolkit_lm_router.prefixes import Hasher
 from toolkit_lm_router.resuming import Stream
 from toolkit_lm_router.upstream import Upstream, retry_after
@@ -93,6 +95,8 @@ class _Job:
         self.body = asked.body
         self.fields: dict[str, object] = {}
         """Fields that the router adds to the body."""
+        self.transfer: Raw | None = None
+        """`kv_transfer_params` for the first backend that the request is sent to."""
         self.stream: Stream | None = None
         """The stream that can go on elsewhere."""
         self.failed: set[int] = set()
@@ -112,6 +116,7 @@ class Proxy:
         self._upstream = upstream
         self.keys = keys
         self._hasher = Hasher()
+        self._prefills = Prefills(options, fleet, upstream)
         self._most = options.server.max_body_bytes
         self._bodies = Bodies(self._most)
         self.queues: Queues[_Place] = Queues(options.max_queued_requests, options.queue_timeout)
@@ -176,6 +181,7 @@ class Proxy:
         address = "" if request.client is None else request.client.host
         headers = request.scope["headers"]
         job.headers = self._upstream.headers(headers, caller, scheme, address)
+        job.transfer = await self._prefills.begin(asked, job.target, job.headers)
         while not await self._attempt(job, answering):
             pass
 
@@ -236,8 +242,13 @@ class Proxy:
         """Sends a request, and passes its answer on. Raises BrokenError, before anything or where
         the stream breaks off."""
         self._prepare(job, backend)
+        body = job.body
+        if job.transfer is not None:
+            # Whoever fails has the blocks: another backend computes the prompt.
+            body = with_fields(body, {PARAMS: job.transfer})
+            job.transfer = None
         try:
-            answer = await self._upstream.send(backend, job.target, job.body, job.headers)
+            answer = await self._upstream.send(backend, job.target, body, job.headers)
         except aiohttp.ClientConnectorError as error:
             raise BrokenError(str(error), is_gone=True, was_sent=False) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

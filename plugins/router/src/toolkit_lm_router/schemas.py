@@ -24,6 +24,8 @@ class BackendInfo(Described):
     or is not healthy."""
     reason: str
     """The reason of a state other than ready."""
+    role: Literal["serve", "prefill"]
+    """serve: it answers requests. prefill: it computes long prompts for those that do."""
     models: list[str]
     """Names of its models and adapters."""
     is_ours: bool
@@ -54,6 +56,11 @@ class BackendBody(Described):
 
     url: str = Field(max_length=2048)
     """The backend's URL."""
+
+
+class NewBackendBody(BackendBody):
+    role: Literal["serve", "prefill"] = "serve"
+    """serve: it answers requests. prefill: it computes long prompts for those that do."""
 
 
 class RoutedModel(Described):

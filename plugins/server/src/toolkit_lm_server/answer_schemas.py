@@ -87,6 +87,9 @@ class GenerationHead(Head):
     same configuration."""
     timings: Timings | None = None
     """Times of the request, where it asks for timings."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """The kv_transfer_params by which a peer fetches the prompt's KV blocks, where a request of one
+    prompt asks for them."""
 
 
 class ChatHead(GenerationHead):
@@ -216,6 +219,8 @@ class Choice(Described):
     routed_experts: str | None = None
     """Experts [tokens, layers, top-k] that the tokens of a finished choice went to, where the
     request asks for them: a .npy file of int16, in base64."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """As in an answer to one prompt, where a request has several."""
 
 
 class ChatChoice(Choice):
@@ -308,30 +313,6 @@ class Completion(GenerationHead):
     """The completions: n of each prompt. In a stream, what is new of them."""
     usage: Usage | None = None
     """Numbers of tokens. In a stream: where stream_options asks for them."""
-
-
-class Filling(Described):
-    """The whole answer of /infill, or an event of its stream. Events before a choice's last have
-    the first three fields alone."""
-
-    index: int
-    """The choice's place."""
-    content: str
-    """The text, or what is new of it."""
-    stop: bool
-    """The text is whole."""
-    stop_type: Literal["eos", "limit", "none"] | None = None
-    """The reason of the end."""
-    model: str | None = None
-    """The model that answered, by its first name."""
-    tokens_predicted: int | None = None
-    """Tokens of the output."""
-    tokens_evaluated: int | None = None
-    """Tokens of the prompt."""
-    tokens_cached: int | None = None
-    """Tokens of the prompt that were found in the cache."""
-    truncated: bool | None = None
-    """Always false: prompts are never cut in silence."""
 
 
 class ModelPermission(Described):

@@ -24,7 +24,6 @@ from toolkit_lm_server.answer_schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
-    Filling,
     ModelCard,
     ModelList,
     ServerLoad,
@@ -42,7 +41,7 @@ from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.engines import ByModel, Engines, by_engine
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.health import Readiness
-from toolkit_lm_server.infill import Infill, InfillBody
+from toolkit_lm_server.infill import Filling, Infill, InfillBody
 from toolkit_lm_server.invocations import Invocations
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics

@@ -320,6 +320,7 @@ class ChatAnswer:
             "prompt_logprobs": of_prompt,
             **prompt,
             **self._timings(),
+            **generation.fields,
         }
 
     def raw(self, choice: ChoicePiece) -> list[tuple[str, list[int]]]:
@@ -377,9 +378,10 @@ class ChatAnswer:
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     more = {"logprobs": self._logprobs(delta), **wanted, **end}
                     made = chunk(delta.index, self._reader.delta(parts), **more)
-                    chunks.append(made | self._timings())
+                    chunks.append(made | self._timings() | generation.fields)
                 elif end:
-                    chunks.append(chunk(delta.index, {}, **end) | self._timings())
+                    made = chunk(delta.index, {}, **end)
+                    chunks.append(made | self._timings() | generation.fields)
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": self.usage()}]

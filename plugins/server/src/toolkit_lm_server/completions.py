@@ -253,6 +253,7 @@ class Completions:
             "choices": self._whole_choices(body, generation, choices),
             "usage": generation.usage(),
             **_timings(body, generation),
+            **generation.fields,
         }
 
     def _whole_choices(
@@ -311,6 +312,7 @@ class Completions:
                     places = echoed.setdefault(piece.index, TextPlaces())
                     choice = self._choice(piece, body, places) | wanted
                     more = body.usage_so_far(generation.usage) | _timings(body, generation)
+                    more |= generation.fields
                     chunks.append({**head, "choices": [choice], **more})
             yield chunks
         if body.include_usage:

@@ -33,6 +33,10 @@ _LARGE = 5_000
 """Characters and log probabilities of an answer that would block the event loop while it is
 made."""
 
+_JSON = ".json"
+"""End of the name of an array that is JSON in UTF-8: a field of the answer, or of the choice where
+a request has several prompts."""
+
 Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 """The outputs of AsyncLLM.generate_many."""
 
@@ -55,11 +59,16 @@ class ChoicePiece:
     """`weight_versions` of a finished choice, if weights have changed since the start."""
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Arrays of a finished choice, such as its routed experts, by name."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of plugins, where the request has several prompts."""
 
     def extras(self) -> dict[str, Any]:
         """Fields of a finished choice that OpenAI's API lacks. Arrays are in base64, as NumPy's
         `save` writes them."""
-        return self.versions | {name: _saved(array) for name, array in self.arrays.items()}
+        saved = {
+            name: _saved(array) for name, array in self.arrays.items() if not name.endswith(_JSON)
+        }
+        return self.versions | self.fields | saved
 
 
 class Generation:
@@ -87,6 +96,8 @@ class Generation:
         self._num_prompts = num_prompts
         self._n = n
         self._names = names
+        self.fields: dict[str, Any] = {}
+        """Fields of plugins in the answer, once a choice of a single prompt has ended."""
         self._latest: dict[int, RequestOutput] = {}
         self._num_tokens = [0] * (num_prompts * n)
 
@@ -209,6 +220,14 @@ class Generation:
     def _piece(self, index: int, new: CompletionOutput) -> ChoicePiece:
         before = self._num_tokens[index]
         self._num_tokens[index] += len(new.token_ids)
+        fields = {
+            name.removesuffix(_JSON): json.loads(array.tobytes())
+            for name, array in new.arrays.items()
+            if name.endswith(_JSON)
+        }
+        if self._num_prompts == 1:
+            self.fields |= fields
+            fields = {}
         return ChoicePiece(
             index,
             new.text,
@@ -219,6 +238,7 @@ class Generation:
             new.stop_reason,
             _versions(new),
             new.arrays,
+            fields,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from pydantic import ConfigDict
@@ -31,9 +31,34 @@ _WITHOUT_PLACE = (
     "timings",
     "return_hidden_states",
     "return_routed_experts",
+    "kv_transfer_params",
 )
 _SNIPPET = "\n\n--- snippet ---\n\n"
 _STOP_TYPES = {"stop": "eos", "length": "limit"}
+
+
+class Filling(Described):
+    """The whole answer of /infill, or an event of its stream. Events before a choice's last have
+    the first three fields alone."""
+
+    index: int
+    """The choice's place."""
+    content: str
+    """The text, or what is new of it."""
+    stop: bool
+    """The text is whole."""
+    stop_type: Literal["eos", "limit", "none"] | None = None
+    """The reason of the end."""
+    model: str | None = None
+    """The model that answered, by its first name."""
+    tokens_predicted: int | None = None
+    """Tokens of the output."""
+    tokens_evaluated: int | None = None
+    """Tokens of the prompt."""
+    tokens_cached: int | None = None
+    """Tokens of the prompt that were found in the cache."""
+    truncated: bool | None = None
+    """Always false: prompts are never cut in silence."""
 
 
 class Snippet(Described):

@@ -28,7 +28,17 @@ HOOK = "toolkit_register_routes"
 SHIPPED = ("anthropic", "cohere", "ollama")
 """Plugins whose routes are served where they are loaded, unless the option `routes` lists
 others."""
-OF_MODELS = ("batches", "kv_disk", "kv_events", "kv_redis", "lora", "mcp", "rl", "transcription")
+OF_MODELS = (
+    "batches",
+    "kv_disk",
+    "kv_events",
+    "kv_redis",
+    "kv_transfer",
+    "lora",
+    "mcp",
+    "rl",
+    "transcription",
+)
 """Shipped plugins that add routes only where the served model, the engine, or the options of the
 server ask for them."""
 

@@ -160,9 +160,10 @@ COMMON: Verdicts = {
     **refused(_ADAPTERS, "lora_request lora_path lora adapter_id adapters adapter_name"),
     # vLLM.
     **refused("prompts are texts or token ids", "prompt_embeds input_embeds input_ids inputs"),
+    **refused("toolkit-lm-kv-transfer transfers caches between engines", "kv_transfer_params"),
     **refused(
         "there is no transfer of caches between engines",
-        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
+        "ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
     ),
     **refused("a tokenizer joins tokens in one way", "spaces_between_special_tokens", True),
     **refused("there are no watermarks", "watermarking watermark"),

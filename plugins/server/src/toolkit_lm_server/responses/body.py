@@ -43,6 +43,7 @@ _OF_CHATS = (
     "timings",
     "return_hidden_states",
     "return_routed_experts",
+    "kv_transfer_params",
 )
 """Fields of chat completions that a response has no place for."""
 _INCLUDED = (

@@ -1,0 +1,106 @@
+"""Messages between peers: msgpack of declared types in ZeroMQ frames, encrypted and authenticated
+by CURVE. Needs no torch.
+
+A peer asks which of some blocks are there, then for those. The bytes of a block are a second frame.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated, Any
+
+import zmq
+import zmq.utils.z85
+from msgspec import Meta, Struct, msgpack
+
+MOST_KEYS = 512
+"""Most blocks of a message."""
+HEAD_BYTES = 64 * MOST_KEYS
+"""Most bytes of a frame that holds no block."""
+_BEAT = 1000
+"""Milliseconds between two heartbeats of a connection."""
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Key = tuple[int, Digest]
+"""KV group and digest of a block."""
+
+
+class Ask(Struct, frozen=True, array_like=True, tag=True):
+    """Asks which blocks are there. Without keys: whether the peer is."""
+
+    number: int
+    identity: Digest
+    """Identity of the asking engine's keys and values."""
+    keys: Annotated[list[Key], Meta(max_length=MOST_KEYS)]
+
+
+class Get(Struct, frozen=True, array_like=True, tag=True):
+    """Asks for blocks."""
+
+    number: int
+    identity: Digest
+    keys: Annotated[list[Key], Meta(max_length=MOST_KEYS)]
+
+
+class Has(Struct, frozen=True, array_like=True, tag=True):
+    """Answer of `Ask`."""
+
+    number: int
+    is_kin: bool
+    """The identities are the same."""
+    held: Annotated[list[bool], Meta(max_length=MOST_KEYS)]
+    """Whether each block is there, in the order of the keys."""
+
+
+class Block(Struct, frozen=True, array_like=True, tag=True):
+    """A block of `Get`; its bytes are the next frame."""
+
+    group: int
+    digest: Digest
+    is_there: bool
+    checksum: int
+    """CRC-32 of the bytes."""
+
+
+Question = Ask | Get
+Answer = Has | Block
+
+encode = msgpack.Encoder().encode
+decode_question = msgpack.Decoder(Question).decode
+decode_answer = msgpack.Decoder(Answer).decode
+
+
+def make_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, secret: bytes, most: int, *, serves: bool
+) -> zmq.Socket[bytes]:
+    """A socket of a peer. Only holders of the secret can connect. `most`: most bytes of a frame
+    that it takes.
+
+    The server's key pair is derived from the secret. Neither crosses the network.
+    """
+    made = context.socket(kind)
+    options: dict[int, Any] = {
+        zmq.IPV6: 1,
+        zmq.LINGER: 0,
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.MAXMSGSIZE: most,
+        zmq.HEARTBEAT_IVL: _BEAT,
+        zmq.HEARTBEAT_TIMEOUT: 5 * _BEAT,
+        zmq.HEARTBEAT_TTL: 5 * _BEAT,
+    }
+    private = zmq.utils.z85.encode(hmac.digest(secret, b"toolkit_lm kv_transfer", "sha256"))
+    if serves:
+        options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: private}
+    else:
+        public, own = zmq.curve_keypair()
+        options |= {
+            zmq.CURVE_SERVERKEY: zmq.curve_public(private),
+            zmq.CURVE_PUBLICKEY: public,
+            zmq.CURVE_SECRETKEY: own,
+            zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 1000,
+        }
+    for option, value in options.items():
+        made.setsockopt(option, value)
+    return made
