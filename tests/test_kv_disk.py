@@ -397,6 +397,46 @@ def test_a_slow_disk_is_left_alone(llama, tmp_path):
         assert answers(llm, PROMPTS[1:2])[1] == WHOLE[1:2]
 
 
+def key_file(folder: Path, number: int) -> str:
+    path = folder / f"key{number}"
+    path.write_bytes(random.Random(number).randbytes(32))
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_an_encrypted_folder_is_of_its_key(llama, tmp_path):
+    """Another key finds nothing, and neither does none. No digest and no block is in the files."""
+    own = {"key_file": key_file(tmp_path, 1)}
+    with engine(llama, tmp_path / "kv", own) as llm:
+        cold = answers(llm)
+        digests = list(llm.engine.client.core.scheduler.blocks.pools[0]._blocks)
+        store = llm.engine.client.core.executor.runner._transfers._stores["kv_disk"]
+        [(group, digest), *_] = digests
+        block = bytes(store.load(group, digest).result(10))
+    held = b"".join(path.read_bytes() for path in segments(tmp_path / "kv"))
+    assert len(held) > len(block) > 64
+    assert block[:32] not in held
+    assert not any(digest in held for _, digest in digests)
+    for other in ({"key_file": key_file(tmp_path, 2)}, {}):
+        with engine(llama, tmp_path / "kv", other) as llm:
+            assert answers(llm, PROMPTS[:1])[1] == [0]
+    with engine(llama, tmp_path / "kv", own) as llm:
+        again = answers(llm)
+        assert tier_of(llm).counts.loads == {"loaded": 4}
+    assert again[1] == WHOLE
+    assert [[t for t, _ in each] for each in again[0]] == [[t for t, _ in each] for each in cold[0]]
+
+
+def test_selective_writing_waits_for_the_second_request(llama, tmp_path):
+    with engine(llama, tmp_path / "kv", {"write": "selective"}) as llm:
+        answers(llm, PROMPTS[:2])
+        assert tier_of(llm).counts.stored_blocks == 0
+        assert tier_of(llm).counts.withheld_blocks > 0
+        assert answers(llm, PROMPTS[:1])[1] == WHOLE[:1]
+    with engine(llama, tmp_path / "kv") as llm:
+        assert answers(llm, PROMPTS[:2])[1] == [WHOLE[0], 0]
+
+
 def test_a_reset_lasts(llama, tmp_path):
     with engine(llama, tmp_path / "kv") as llm:
         answers(llm)

@@ -80,6 +80,9 @@ def test_figures_of_a_restored_prefix(tmp_path):
     assert restored['toolkit_lm_kv_tier_held_bytes{tier="kv_disk"}'] > num_bytes
     assert restored['toolkit_lm_kv_tier_stored_blocks_total{tier="kv_disk"}'] == 0
     assert restored['toolkit_lm_kv_tier_held_blocks{tier="kv_host"}'] == 0
+    missed = 'toolkit_lm_kv_tier_misses_total{reason="absent",tier="kv_disk"}'
+    assert (cold[missed], restored[missed]) == (1, 0)
+    assert restored['toolkit_lm_kv_tier_lost_blocks_total{tier="kv_disk"}'] == 0
 
 
 def test_without_a_tier_there_is_nothing_to_see(tmp_path):
