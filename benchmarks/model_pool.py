@@ -4,8 +4,14 @@ memory of the engines beside the budget.
 
 usage: python benchmarks/model_pool.py [--model MODEL] [--models 6] [--hold 3] [--requests 2000]
                                        [--clients 8] [--turn 2]
+       python benchmarks/model_pool.py --wake [--model MODEL] [--repeats 5]
 
 Models are copies of one checkpoint. Requests ask for them by Zipf's law.
+
+`--wake` measures the seconds from a request to its answer of one token. The model is cold, asleep
+at level 1, asleep at level 2, and ready. The memory of its processes stands beside them. The last
+row is a start of `toolkit serve MODEL` up to the same answer. Without `--model`, it is a Llama of
+153 M random parameters in bf16.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from checkpoints import make_llama_160m
 from server_process import ServerProcess
 from toolkit_lm_model_pool.need import as_size, memory_of
 
@@ -31,17 +38,25 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0, "ignor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--model", help="default: tiny, or one of 153 M parameters")
     parser.add_argument("--models", type=int, default=6)
     parser.add_argument("--hold", type=int, default=3, help="models that the budget holds")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--turn", type=float, default=2.0)
+    parser.add_argument("--wake", action="store_true", help="measure waking up")
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if args.wake:
+        with tempfile.TemporaryDirectory() as temporary:
+            measure_waking(Path(temporary), args.model, args.repeats)
+        return
     names = [f"m{number}" for number in range(args.models)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        entries = [{"name": name, "checkpoint": args.model, "options": OPTIONS} for name in names]
+        entries = [
+            {"name": name, "checkpoint": args.model or "tiny", "options": OPTIONS} for name in names
+        ]
         file = folder / "models.yaml"
         file.write_text(json.dumps({"models": entries}), encoding="utf-8")
         needed = first_need(folder / "alone", file)
@@ -98,10 +113,67 @@ def measure(
     report(seconds, whole, cards, taken, budget)
 
 
-def asked(client: httpx.Client, name: str) -> float:
+def measure_waking(folder: Path, model: str | None, repeats: int) -> None:
+    """Prints a table of the states of one model."""
+    checkpoint = model or str(make_llama_160m(folder / "checkpoint"))
+    entry = {"name": "m", "checkpoint": checkpoint, "options": OPTIONS, "idle": "sleep"}
+    file = folder / "models.yaml"
+    file.write_text(json.dumps({"models": [entry]}), encoding="utf-8")
+    served = folder / "pool"
+    served.mkdir()
+    server = ServerProcess(served, "--models", str(file), "--admin-routes")
+    found: dict[str, list[float]] = {}
+    memory: dict[str, int] = {"cold": 0}
+    before = {
+        "cold": ("/models/unload", {}),
+        "asleep (level 1)": ("/models/sleep", {"level": 1}),
+        "asleep (level 2)": ("/models/sleep", {"level": 2}),
+        "ready": ("/models/wake_up", {}),
+    }
+    try:
+        url = f"http://127.0.0.1:{server.port}"
+        with httpx.Client(base_url=url, timeout=700) as client:
+            for _ in range(repeats):
+                for state, (path, more) in before.items():
+                    client.post(path, json={"model": "m", **more}).raise_for_status()
+                    children = psutil.Process(server.process.pid).children()
+                    memory[state] = memory_of(child.pid for child in children)
+                    found.setdefault(state, []).append(asked(client, "m", max_tokens=1))
+    finally:
+        server.stop()
+    for number in range(repeats):
+        found.setdefault("toolkit serve", []).append(start(folder / f"alone{number}", checkpoint))
+    slowest = statistics.median(found["toolkit serve"])
+    print("| state | seconds to an answer | least | most | of a start | memory before |")
+    print("|---|---|---|---|---|---|")
+    for state, seconds in found.items():
+        middle = statistics.median(seconds)
+        print(
+            f"| {state} | {middle:.3f} | {min(seconds):.3f} | {max(seconds):.3f} | "
+            f"{middle / slowest:.3f} | {as_size(memory.get(state, 0))} |"
+        )
+
+
+def start(folder: Path, checkpoint: str) -> float:
+    """Seconds from the start of a server of one model to its first answer."""
+    folder.mkdir()
+    begun = time.perf_counter()
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    server = ServerProcess(folder, checkpoint, "--served-model-name", "m", *words)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=700) as client:
+            while client.get("/ready").status_code != 200:
+                time.sleep(0.01)
+            asked(client, "m", max_tokens=1)
+        return time.perf_counter() - begun
+    finally:
+        server.stop()
+
+
+def asked(client: httpx.Client, name: str, **more: object) -> float:
     """Seconds of a request."""
     begun = time.perf_counter()
-    client.post("/v1/completions", json={"model": name, **BODY}).raise_for_status()
+    client.post("/v1/completions", json={"model": name, **BODY, **more}).raise_for_status()
     return time.perf_counter() - begun
 
 

@@ -142,3 +142,109 @@ def test_no_plan_exceeds_the_budget_and_nobody_starves(seed):
         assert sum(one.holds for one in models) <= 10
     assert all(served.values())
     assert not any(one.waiters for one in models)
+
+
+def sleeper(name, size, rest, state="ready", **more):
+    """A model that sleeps where another would be unloaded, and takes `rest` bytes then."""
+    pooled = model(name, size, state, **more)
+    fields = {field: getattr(pooled.entry, field) for field in pooled.entry.__struct_fields__}
+    pooled.entry = type(pooled.entry)(**{**fields, "idle": "sleep"})
+    pooled._asleep[2] = rest
+    pooled.sleep_level = 2 if state == "asleep" else 0
+    return pooled
+
+
+def put(*models, budget=10):
+    plan = make_plan(models, budget, 2.0, 100.0)
+    return tuple("".join(one.name for one in part) for part in (plan.load, plan.sleep, plan.evict))
+
+
+def test_one_sleeps_where_that_makes_enough_room():
+    new = model("n", 7, waits=1.0)
+    assert put(sleeper("s", 10, 3), new) == ("", "s", "")
+    assert put(sleeper("s", 10, 4), new) == ("", "", "s")
+    # A sleeping one takes its rest, and goes where more is needed.
+    assert put(sleeper("s", 10, 3, "asleep"), new) == ("n", "", "")
+    assert put(sleeper("s", 10, 4, "asleep"), new) == ("", "", "s")
+
+
+def test_no_more_sleep_or_go_than_must():
+    new = model("n", 9, waits=1.0)
+    rare = sleeper("r", 10, 8, uses=1)
+    often = sleeper("o", 10, 8, uses=5)
+    assert put(rare, often, new, budget=20) == ("", "", "r")
+    # One whose sleep would not be needed stays awake.
+    small = sleeper("s", 2, 1, uses=1)
+    assert put(small, sleeper("b", 9, 1, uses=5), model("n", 8, waits=1.0), budget=11) == (
+        "",
+        "b",
+        "",
+    )
+
+
+def test_one_that_wakes_up_needs_what_it_has_not_yet():
+    assert put(sleeper("s", 10, 4, "asleep", waits=1.0)) == ("s", "", "")
+    running = model("r", 2, "ready", busy=1)
+    assert put(sleeper("s", 10, 4, "asleep", waits=1.0), running, budget=11) == ("", "", "")
+    idle = model("i", 2, "ready")
+    assert put(sleeper("s", 10, 4, "asleep", waits=1.0), idle, budget=11) == ("", "", "i")
+
+
+def test_one_that_cannot_wake_up_within_the_budget_is_loaded_anew():
+    """Its weights are there twice while it wakes up."""
+    asleep = sleeper("s", 8, 4, "asleep", waits=1.0)
+    asleep.need = SimpleNamespace(weights=3, total=8, process=1)
+    assert put(asleep) == ("", "", "s")
+    asleep.need.weights = 2
+    assert put(asleep) == ("s", "", "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sleepers_stay_in_the_budget_and_nobody_starves(seed):
+    rng = random.Random(seed)
+    models = []
+    for number in range(6):
+        size = rng.randint(2, 10)
+        sleeps = rng.random() < 0.6
+        models.append(
+            sleeper(f"m{number}", size, max(size // 4, 1), "cold")
+            if sleeps
+            else model(f"m{number}", size)
+        )
+    served = dict.fromkeys((one.name for one in models), 0)
+    slept = 0
+    for now in range(2000):
+        for one in models:
+            if rng.random() < 0.3 and now < 300:
+                one.waiters.append((float(now), SimpleNamespace()))
+            if one.state == "ready" and not one.leaving:
+                served[one.name] += len(one.waiters)
+                one.in_flight += len(one.waiters)
+                one.waiters.clear()
+            if one.in_flight and rng.random() < 0.5:
+                one.in_flight -= 1
+            if one.state == "unloading":
+                one.state = "asleep" if one.falling else "cold"
+                one.sleep_level = one.falling
+                one.falling = 0
+                one.leaving = False
+            if one.state == "loading":
+                one.state = "ready"
+                one.sleep_level = 0
+                one.ready_since = float(now)
+        plan = make_plan(models, 10, 2.0, float(now))
+        changed = [*plan.load, *plan.sleep, *plan.evict, *plan.leave]
+        assert len({one.name for one in changed}) == len(changed)
+        for one in models:
+            one.leaving = one in plan.leave
+        for one in (*plan.sleep, *plan.evict):
+            assert one.in_flight == 0
+            one.state = "unloading"
+        for one in plan.sleep:
+            one.falling = 2
+            slept += 1
+        for one in plan.load:
+            one.state = "loading"
+        assert sum(one.holds for one in models) <= 10
+    assert all(served.values()) and slept
+    assert not any(one.waiters for one in models)

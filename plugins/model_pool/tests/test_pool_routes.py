@@ -29,8 +29,12 @@ LISTS = {
     "/api/tags": schemas.Tags,
     "/api/ps": schemas.RunningTags,
     "/api/version": schemas.Version,
+    "/is_sleeping?model=a": schemas.Sleeping,
 }
-CHANGES = ("/models/load", "/models/unload", "/unload", "/models/reload")
+CHANGES = (
+    *("/models/load", "/models/unload", "/unload", "/models/reload", "/models/sleep"),
+    *("/models/wake_up", "/sleep", "/wake_up"),
+)
 OF_MODELS = ("/v1/chat/completions", "/v1/embeddings", "/api/chat", "/nothing")
 
 
@@ -74,7 +78,7 @@ async def test_nothing_is_told_or_loaded_without_a_key():
         if route.path not in OPEN and (route.path == "/ui/events" or not is_page(route.path))
     }
     assert {path for _, path in paths} == {
-        *LISTS,
+        *(path.partition("?")[0] for path in LISTS),
         *CHANGES,
         "/version",
         "/metrics",
@@ -139,7 +143,9 @@ async def test_answers_are_as_described():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("path", ["/models/load", "/models/unload", "/unload", "/api/show"])
+@pytest.mark.parametrize(
+    "path", ["/models/load", "/models/unload", "/unload", "/models/sleep", "/api/show"]
+)
 @pytest.mark.parametrize(
     "body",
     [b"{", b"[]", b'{"model": 3}', b'{"model": ""}', b'{"model": "a", "more": 1}',

@@ -182,13 +182,13 @@ class EngineCore:
         self.scheduler.tiers.forget_all()
 
     def start_over(self, salt: str | None = None) -> None:
-        """Forgets all keys and values, once the running steps have ended. All requests wait, and
-        are computed again from their tokens. `salt`: another salt of prefixes, from now on."""
+        """Forgets the KV cache, once the running steps have ended. All requests wait, and are
+        computed again from their tokens. `salt`: another salt of prefixes, also in all tiers."""
         while self._in_flight:
             self._collect()
         self._reset_after_failure()
-        self.reset_prefix_cache()
         if salt is not None:
+            self.reset_prefix_cache()
             self.scheduler.rules = self.scheduler.rules._replace(salt=salt)
             for request in self.scheduler.roster.requests.values():
                 request.salt = salt

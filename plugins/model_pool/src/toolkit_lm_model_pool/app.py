@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from pydantic import BaseModel
 from toolkit_lm import __version__
 from toolkit_lm.errors import ConfigError
@@ -31,6 +31,8 @@ from toolkit_lm_model_pool.names import find
 from toolkit_lm_model_pool.page import PoolPage
 from toolkit_lm_model_pool.pool import Pool
 
+Name = Annotated[str, Query(min_length=1, max_length=256)]
+"""A model's name in a query."""
 Reread = Callable[[], list[PooledModel]]
 """Function that reads the models anew, for a reload. It raises ConfigError."""
 
@@ -43,7 +45,7 @@ class Management:
         self._reread = reread
 
     async def load(self, body: schemas.NamedBody) -> dict[str, Any]:
-        """Loads a model, and answers when it is ready."""
+        """Loads a model or wakes it up, and answers when it is ready."""
         model = find(self._pool.models, body.model)
         self._pool.reset(model)
         await self._pool.loaded(model)
@@ -58,6 +60,31 @@ class Management:
             )
         await self._pool.unload(model)
         return {"success": True, "models": [model.name]}
+
+    async def sleep(self, body: schemas.SleepBody) -> dict[str, Any]:
+        """Puts a loaded model to sleep, once its requests have ended: its process stays."""
+        model = find(self._pool.models, body.model)
+        if model.entry.pin:
+            raise ApiError(
+                400, f"The model {model.name!r} is pinned: it stays loaded.", param="model"
+            )
+        await self._pool.sleep(model, body.level or model.entry.sleep_level)
+        return {"success": True, "models": [model.name]}
+
+    async def sleep_by_query(
+        self, model: Name | None = None, level: Annotated[int, Query(ge=1, le=2)] = 1
+    ) -> dict[str, Any]:
+        """Puts a loaded model to sleep, as vLLM's route does."""
+        found = find(self._pool.models, model)
+        return await self.sleep(schemas.SleepBody(model=found.name, level=cast(Any, level)))
+
+    async def wake_up_by_query(self, model: Name | None = None) -> dict[str, Any]:
+        """Wakes a model up, as vLLM's route does."""
+        return await self.load(schemas.NamedBody(model=find(self._pool.models, model).name))
+
+    async def is_sleeping(self, model: Name | None = None) -> dict[str, bool]:
+        """Says whether a model is asleep."""
+        return {"is_sleeping": find(self._pool.models, model).state == "asleep"}
 
     async def unload_all(self, body: schemas.UnloadBody | None = None) -> dict[str, Any]:
         """Unloads a model, or all but the pinned, once their requests have ended."""
@@ -96,8 +123,8 @@ def make_pool_app(
     reread: Reread,
 ) -> FastAPI:
     """The app of a pool's server. The caller owns the pool."""
-    pool.keys = keys
-    pool.memory = request_memory(options.max_request_bytes)
+    pool.transitions.keys = keys
+    pool.transitions.memory = request_memory(options.max_request_bytes)
     app = make_app(options)
     kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=kind)
@@ -168,9 +195,20 @@ def _add_listing(router: APIRouter, listing: Listing, options: ServerOptions) ->
 
 
 def _add_management(router: APIRouter, management: Management, kind: type[ServerRoute]) -> None:
+    router.add_api_route(
+        "/is_sleeping",
+        management.is_sleeping,
+        response_model=None,
+        responses=answers(schemas.Sleeping) | described(404),
+        route_class_override=kind,
+    )
     for path, handler, answer in (
         ("/models/load", management.load, schemas.Done),
         ("/models/unload", management.unload, schemas.Done),
+        ("/models/sleep", management.sleep, schemas.Done),
+        ("/models/wake_up", management.load, schemas.Done),
+        ("/sleep", management.sleep_by_query, schemas.Done),
+        ("/wake_up", management.wake_up_by_query, schemas.Done),
         ("/unload", management.unload_all, schemas.Done),
         ("/models/reload", management.reload, schemas.Reloaded),
     ):

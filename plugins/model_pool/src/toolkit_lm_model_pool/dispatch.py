@@ -29,7 +29,10 @@ from toolkit_lm_model_pool.pool import Pool
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _OLLAMA = "/api/"
 _GENERATING = ("/api/generate", "/api/chat")
-OPERATORS = ("/models/load", "/models/unload", "/unload", "/models/reload")
+OPERATORS = (
+    *("/models/load", "/models/unload", "/unload", "/models/reload", "/models/sleep"),
+    *("/models/wake_up", "/sleep", "/wake_up", "/is_sleeping"),
+)
 """Paths of the pool's own that are served to operators alone."""
 
 

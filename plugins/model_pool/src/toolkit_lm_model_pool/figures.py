@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
     from toolkit_lm_model_pool.pool import Pool
 
-_STATES = ("cold", "loading", "ready", "unloading", "failed")
+_STATES = ("cold", "loading", "ready", "asleep", "unloading", "failed")
 _OF_HTTP = ("http_", "process_", "toolkit_lm_requests_refused")
 """Beginnings of the figures that the server itself has. The others are of engines."""
 _COUNTERS = {
     "loads": ("num_loads", "How often the model was loaded."),
     "evictions": ("num_evictions", "How often the model made room for another."),
+    "sleeps": ("num_sleeps", "How often the model fell asleep."),
     "failures": ("num_failures", "How often a start has failed, or the engine has died."),
     "wait_seconds": ("wait_seconds", "Seconds that requests have waited for the model."),
 }
@@ -30,6 +31,7 @@ _GAUGES = {
     "bytes_needed": ("charge", "Bytes of the budget that the model takes, or would take."),
     "bytes_resident": ("resident", "Bytes that its processes took at the last look."),
     "load_seconds": ("load_seconds", "Seconds that the last load took."),
+    "wake_seconds": ("wake_seconds", "Seconds that the last waking up took."),
     "requests_in_flight": ("in_flight", "HTTP requests that the model answers."),
 }
 

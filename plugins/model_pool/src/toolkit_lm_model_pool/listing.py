@@ -15,8 +15,13 @@ from toolkit_lm_model_pool.names import find, may_use
 from toolkit_lm_model_pool.pool import Pool
 from toolkit_lm_model_pool.schemas import ShowBody
 
-_LLAMA = {"loading": "loading", "ready": "loaded"}
-_SWAP = {"loading": "starting", "ready": "ready", "unloading": "stopping"}
+_LLAMA = {"loading": "loading", "ready": "loaded", "asleep": "sleeping"}
+_SWAP = {
+    "loading": "starting",
+    "ready": "ready",
+    "asleep": "asleep",
+    "unloading": "stopping",
+}
 _NEVER = "9999-12-31T00:00:00Z"
 
 
@@ -44,7 +49,7 @@ class Listing:
         return self._card(found, model if model in found.entry.names else found.name)
 
     async def running(self) -> dict[str, Any]:
-        """The models that are loaded, as llama-swap lists them."""
+        """The models that have a process, as llama-swap lists them."""
         found = [
             {"model": model.name, "state": _SWAP[model.state]}
             for model in self._models()
@@ -62,7 +67,7 @@ class Listing:
         return {"models": [self._tag(model) for model in self._models()]}
 
     async def loaded(self) -> dict[str, Any]:
-        """The loaded models, as Ollama lists them."""
+        """The models that are loaded or asleep, as Ollama lists them."""
         return {
             "models": [
                 {
@@ -70,9 +75,10 @@ class Listing:
                     "expires_at": self._expiry(model),
                     "size_vram": 0,
                     "context_length": _length(model) or 0,
+                    "state": model.state,
                 }
                 for model in self._models()
-                if model.state == "ready"
+                if model.state in ("ready", "asleep")
             ]
         }
 
@@ -132,7 +138,7 @@ class Listing:
 
     @staticmethod
     def _expiry(model: PooledModel) -> str:
-        if model.entry.pin or model.keep_alive is None:
+        if model.entry.pin or model.keep_alive is None or model.state == "asleep":
             return _NEVER
         idle = time.monotonic() - max(model.last_used, model.ready_since)
         return _utc(time.time() + max(model.keep_alive - idle, 0.0))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-State = Literal["cold", "loading", "ready", "unloading", "failed"]
+State = Literal["cold", "loading", "ready", "asleep", "unloading", "failed"]
 _OF_SERVER = ("tool_call_parser", "reasoning_parser", "routes", "tokenizer_info")
 """Options of the server that an entry may state for its model."""
 _HALF_LIFE = 60.0
@@ -88,6 +88,19 @@ def settings_of(
     return Settings(made, options, own_time)
 
 
+def _sleep_faults(plugins: Plugins) -> dict[int, str]:
+    """Reasons why an engine with these plugins cannot sleep, by level."""
+    loaded = {info.name for info in plugins.infos if info.status == "ok"}
+    if "rl" not in loaded:
+        return dict.fromkeys((1, 2), "the plugin rl, which does it, is not loaded.")
+    if "lora" in loaded and plugins.options("lora").enabled:
+        return {
+            2: "an engine with adapters keeps its weights. Use sleep_level 1, which gives up the "
+            "KV cache."
+        }
+    return {}
+
+
 class PooledModel:
     """A model of a pool. Only the event loop uses it, except for `prepare` and `close`."""
 
@@ -117,6 +130,17 @@ class PooledModel:
         """New requests wait: another model is to have the place."""
         self.is_unwanted = False
         """An operator has it unloaded."""
+        self.sleep_asked = 0
+        """Level at which an operator has it sleep. 0: nobody does."""
+        self.falling = 0
+        """Level of the sleep into which it falls. 0: it does not."""
+        self.sleep_level = 0
+        """Level at which it sleeps, until it is awake. 0: it does not."""
+        self._asleep: dict[int, int] = {}
+        """Bytes that it took asleep, by level."""
+        self.wake_seconds = 0.0
+        self.sleep_faults: dict[int, str] = {}
+        """Reasons why it cannot sleep, by level."""
         self.dropped = False
         """No entry names it any more."""
         self.keep_alive = settings.keep_alive
@@ -124,7 +148,7 @@ class PooledModel:
         self.load_seconds = 0.0
         self.wait_seconds = 0.0
         """Seconds that requests have waited for it, altogether."""
-        self.num_loads = self.num_evictions = self.num_failures = 0
+        self.num_loads = self.num_evictions = self.num_failures = self.num_sleeps = 0
         self.retry_at = 0.0
         self._failed_in_row = 0
         self._uses = 0.0
@@ -141,9 +165,37 @@ class PooledModel:
         return self.measured or (0 if self.need is None else self.need.total)
 
     @property
+    def most(self) -> int:
+        """Bytes of the budget that it takes from the start of a load or a waking up. The weights
+        that were given up are there twice for a moment: read anew, and put into their place."""
+        if self.sleep_level < 2 or self.need is None:
+            return self.charge
+        return self.charge + self.need.weights
+
+    def resting(self, level: int) -> int:
+        """Bytes that it takes asleep: as seen in its last sleep at this level, else estimated."""
+        if level in self._asleep:
+            return self._asleep[level]
+        if self.need is None:
+            return 0
+        keeps = level == 1 and self._is_on_cpu
+        return min(self.charge, self.need.process + (self.need.weights if keeps else 0))
+
+    @property
     def holds(self) -> int:
         """Bytes of the budget that it takes now."""
-        return self.charge if self.state in ("loading", "ready", "unloading") else 0
+        if self.state == "loading":
+            return self.most
+        if self.sleep_level:
+            return self.resting(self.sleep_level)
+        return self.charge if self.state in ("ready", "unloading") else 0
+
+    @property
+    def coming(self) -> int:
+        """Bytes of the budget that it is about to give back."""
+        if self.state != "unloading":
+            return 0
+        return self.holds - (self.resting(self.falling) if self.falling else 0)
 
     @property
     def is_idle(self) -> bool:
@@ -166,6 +218,10 @@ class PooledModel:
         """Worth of keeping the model: seconds of a reload x rate of use."""
         return self.load_seconds * self._rate(now)
 
+    def sleep_worth(self, now: float) -> float:
+        """Worth of keeping the model awake: seconds of waking up x rate of use."""
+        return (self.wake_seconds or self.load_seconds / 10) * self._rate(now)
+
     def _rate(self, now: float) -> float:
         return float(self._uses * 0.5 ** ((now - self._uses_at) / _HALF_LIFE))
 
@@ -173,11 +229,14 @@ class PooledModel:
         """Reads the checkpoint's config and headers, and estimates the memory. A checkpoint that
         cannot be read is a failure of this model. May be called from any thread.
 
-        Raises ConfigError for routes that there are not.
+        Raises ConfigError for routes that there are not, and for a sleep that is not possible.
         """
         config = self.settings.config
         plugins = Plugins.load(config.plugins)
         check_names(plugins, self.settings.server.routes)
+        self.sleep_faults = _sleep_faults(plugins)
+        if self.entry.idle == "sleep" and (why := self.sleep_faults.get(self.entry.sleep_level)):
+            raise ConfigError(f"model {self.name!r} cannot have idle: sleep: {why}")
         try:
             self.resolved = resolve_configured(plugins.configure(config), plugins)
         except ToolkitError as error:
@@ -258,6 +317,29 @@ class PooledModel:
             await asyncio.wrap_future(in_thread(engine.close))
             del engine
             await asyncio.to_thread(gc.collect)
+        self.falling = self.sleep_level = self.sleep_asked = 0
+
+    async def sleep(self, level: int) -> None:
+        """Has the engine give up its KV cache (1), or the weights, too (2). Its process stays."""
+        from toolkit_lm_rl.control import AsyncControl
+
+        assert self.engine is not None, "it is loaded"
+        await AsyncControl(self.engine).sleep(level)
+        self.resident = await asyncio.to_thread(self.measure)
+        if self._is_on_cpu and self.resident:
+            self._asleep[level] = self.resident
+        self.sleep_level = level
+        self.num_sleeps += 1
+
+    async def wake_up(self) -> None:
+        """Brings back what the engine gave up."""
+        from toolkit_lm_rl.control import AsyncControl
+
+        assert self.engine is not None, "its process has stayed"
+        started = time.monotonic()
+        await AsyncControl(self.engine).wake_up()
+        self.sleep_level = 0
+        self.wake_seconds = time.monotonic() - started
 
     def close(self) -> None:
         """Ends the engine. May be called from any thread."""
@@ -298,7 +380,10 @@ class PooledModel:
         """Takes in what was measured. At the start no page of the KV cache may have been touched
         yet: it counts besides."""
         self.resident = resident
-        if self.settings.config.device.device not in ("auto", "cpu") or not resident:
+        if not self._is_on_cpu or not resident:
+            return
+        if self.sleep_level:
+            self._asleep[self.sleep_level] = resident
             return
         engine = self.engine
         lazy = 0
@@ -307,6 +392,10 @@ class PooledModel:
             lazy = sum(pool.block_bytes * pool.num_blocks for pool in pools)
             self.measured = 0
         self.measured = max(self.measured, resident + lazy)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.settings.config.device.device in ("auto", "cpu")
 
     def facts(self) -> Mapping[str, Any]:
         """State and figures, for people and clients."""
@@ -319,6 +408,8 @@ class PooledModel:
             "requests_waiting": len(self.waiters),
             "loads": self.num_loads,
             "evictions": self.num_evictions,
+            "sleeps": self.num_sleeps,
+            "sleep_level": self.sleep_level or None,
             "failures": self.num_failures,
             "pinned": self.entry.pin,
         }

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.errors import ConfigError
 from toolkit_lm.frontend import Health
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 from toolkit_lm_server.route import unless_disconnected
@@ -19,15 +19,12 @@ from toolkit_lm_server.route import unless_disconnected
 from toolkit_lm_model_pool.model import PooledModel
 from toolkit_lm_model_pool.need import as_size
 from toolkit_lm_model_pool.plan import make_plan
+from toolkit_lm_model_pool.transitions import Transitions, failure_of, wake
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from fastapi import FastAPI
     from starlette.types import Receive
     from toolkit_lm.engine import EngineProcess
-    from toolkit_lm_server.keys import Keys
-    from toolkit_lm_serving.budget import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +32,8 @@ _POLL = 0.1
 """Seconds from one look at the models to the next, where nothing happens."""
 _LOOK = 1.0
 """Seconds from one look at the processes' memory to the next."""
+_STANDING = ("ready", "asleep")
+"""States of models that have a process and do not change."""
 _SOON = 2.0
 """Seconds for which a request waits for the next start of a model that has failed."""
 
@@ -68,19 +67,15 @@ class Pool:
         self.models = {model.name: model for model in models}
         self._old: list[PooledModel] = []
         """Models that no entry names any more, until they are idle."""
-        self.memory: Shares | None = None
-        """Memory of all requests. Set before the first load, as `keys` are."""
-        self.keys: Keys | None = None
         self.ask_reload: Callable[[], object] = lambda: None
         """A function that has the models read anew, for SIGHUP."""
         self._turn = turn
         self._timeout = timeout
-        self._process = process
-        self._news = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.transitions = Transitions(budget, process)
+        self._news = self.transitions.news
+        self._closed = self.transitions.closed
         self._tending: asyncio.Task[None] | None = None
         self._looked = 0.0
-        self._closed = threading.Event()
         self.check(models)
 
     def check(self, models: Sequence[PooledModel]) -> None:
@@ -150,14 +145,14 @@ class Pool:
         self._news.set()
         if self._tending is not None:
             await self._tending
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.transitions.finish()
         await asyncio.gather(*(model.stop() for model in self._all))
 
     def close(self) -> None:
         """Ends all engines. May be called from any thread."""
         self._closed.set()
-        if self._process is not None:
-            self._process.end()
+        if (process := self.transitions.process) is not None:
+            process.end()
         threads = [threading.Thread(target=model.close, daemon=True) for model in self._all]
         for thread in threads:
             thread.start()
@@ -208,7 +203,7 @@ class Pool:
             if why := self._too_large(model):
                 raise ApiError(503, f"This cannot be loaded: {why}", code="model_too_large")
             if model.state == "failed" and model.retry_at - now > _SOON:
-                raise self._failure(model, now)
+                raise failure_of(model, now)
             if now >= deadline:
                 raise self._late(model)
             waiter = asyncio.get_running_loop().create_future()
@@ -223,16 +218,6 @@ class Pool:
                 with suppress(ValueError):
                     model.waiters.remove(entry)
                 model.wait_seconds += time.monotonic() - now
-
-    def _failure(self, model: PooledModel, now: float) -> ApiError:
-        seconds = max(math.ceil(model.retry_at - now), 1)
-        return ApiError(
-            503,
-            f"The model {model.name!r} has failed: {model.reason} It is started again in "
-            f"{seconds} s at the earliest.",
-            code="model_failed",
-            headers={"Retry-After": str(seconds)},
-        )
 
     def _late(self, model: PooledModel) -> ApiError:
         free = self.budget - sum(other.holds for other in self._all)
@@ -257,16 +242,41 @@ class Pool:
         model.wanted_since = None
         while model.state == "loading":
             await asyncio.sleep(_POLL)
-        if model.state == "ready":
+        while model.falling:
+            await asyncio.sleep(_POLL)
+        if model.state in _STANDING:
             model.is_unwanted = model.leaving = True
             self._news.set()
         while model.is_unwanted or model.state == "unloading":
             await asyncio.sleep(_POLL)
 
+    async def sleep(self, model: PooledModel, level: int) -> None:
+        """Puts a model to sleep once its requests have ended. Those that come meanwhile wait, and
+        wake it up. Raises ApiError (400) for one that cannot sleep so, or is not loaded."""
+        if why := model.sleep_faults.get(level):
+            raise ApiError(400, f"The model {model.name!r} cannot sleep: {why}", param="level")
+        while model.state in ("loading", "unloading"):
+            await asyncio.sleep(_POLL)
+        if model.state not in _STANDING:
+            raise ApiError(
+                400,
+                f"The model {model.name!r} is {model.state}: only a loaded model sleeps.",
+                param="model",
+            )
+        num_sleeps = model.num_sleeps
+        if model.sleep_level < level:
+            model.sleep_asked = level
+            model.leaving = True
+            self._news.set()
+            while model.sleep_asked and model.num_sleeps == num_sleeps:
+                await asyncio.sleep(_POLL)
+            if model.num_sleeps == num_sleeps:
+                raise ApiError(503, f"The model {model.name!r} did not fall asleep: see the log.")
+
     def reset(self, model: PooledModel) -> None:
-        """Has a model loaded, whoever asks for it, and forgets when it last failed."""
+        """Has a model loaded or woken up, whoever asks for it, and forgets when it last failed."""
         model.retry_at = 0.0
-        if model.state in ("cold", "failed"):
+        if model.state in ("cold", "failed", "asleep"):
             model.wanted_since = time.monotonic()
         self._news.set()
 
@@ -290,7 +300,7 @@ class Pool:
             old = self.models.pop(name)
             old.dropped = True
             self._old.append(old)
-            _wake(old)
+            wake(old)
         self.models = {name: self.models.get(name, model) for name, model in entries.items()}
         self._news.set()
         return added, changed, removed
@@ -312,122 +322,65 @@ class Pool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _POLL)
         for model in self._all:
-            _wake(model, ApiError(503, "The server is being stopped.", code="server_stopping"))
+            wake(model, ApiError(503, "The server is being stopped.", code="server_stopping"))
 
     def _step(self, now: float) -> None:
         """Does what is to be done now."""
         for model in self._all:
-            if model.state == "ready" and model.engine is not None:
-                health = model.engine.health()
-                if health.status == "dead":
-                    logger.error("model %r has died: %s", model.name, health.reason)
-                    self._begin(model, self._end(model, failure=health.reason))
-                elif model.is_idle and self._is_over(model, now):
-                    self._begin(model, self._end(model))
+            if model.state in _STANDING and model.engine is not None:
+                self._settle(model, model.engine.health(), now)
         self._old = [model for model in self._old if model.state not in ("cold", "failed")]
         plan = make_plan(self._all, self.budget, self._turn, now)
         for model in self._all:
             left = model.leaving
-            model.leaving = model.is_unwanted or any(model is other for other in plan.leave)
+            model.leaving = bool(model.is_unwanted or model.sleep_asked) or any(
+                model is other for other in plan.leave
+            )
             if left and not model.leaving and model.state == "ready":
-                _wake(model)
+                wake(model)
+        for model in plan.sleep:
+            self.transitions.sleep(model, model.entry.sleep_level)
         for model in plan.evict:
             model.num_evictions += 1
-            self._begin(model, self._end(model))
+            self.transitions.end(model)
         for model in plan.load:
-            model.state = "loading"
-            self._begin(model, self._load(model))
+            self.transitions.load(model)
+
+    def _settle(self, model: PooledModel, health: Health, now: float) -> None:
+        """Ends a loaded model that has died, or is not wanted any more, or puts it to sleep."""
+        if health.status == "dead":
+            logger.error("model %r has died: %s", model.name, health.reason)
+            self.transitions.end(model, failure=health.reason)
+        elif model.state == "asleep":
+            if model.dropped or model.is_unwanted:
+                self.transitions.end(model)
+            elif model.sleep_asked > model.sleep_level:
+                self.transitions.sleep(model, model.sleep_asked)
+        elif model.is_idle:
+            if model.dropped or model.is_unwanted:
+                self.transitions.end(model)
+            elif model.sleep_asked:
+                self.transitions.sleep(model, model.sleep_asked)
+            elif self._is_over(model, now):
+                if model.entry.idle == "sleep":
+                    self.transitions.sleep(model, model.entry.sleep_level)
+                else:
+                    self.transitions.end(model)
 
     @staticmethod
     def _is_over(model: PooledModel, now: float) -> bool:
         """Whether an idle model has been idle for as long as it may."""
-        if model.dropped or model.is_unwanted:
-            return True
         if model.entry.pin or model.keep_alive is None:
             return False
         return now - max(model.last_used, model.ready_since) >= model.keep_alive
-
-    def _begin(self, model: PooledModel, work: Coroutine[None, None, None]) -> None:
-        if model.state == "ready":
-            model.state = "unloading"
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _load(self, model: PooledModel) -> None:
-        assert self.memory is not None, "it is set before the first load"
-        process, self._process = self._process, None
-        try:
-            if model.need is None:
-                # The checkpoint may have come meanwhile.
-                await asyncio.to_thread(model.prepare, self.budget)
-                if model.need is None:
-                    raise CheckpointError(model.reason)
-                # Its place is found anew, for what it needs.
-                self._process = process
-                model.state = "cold"
-                return
-            await model.start(self.keys, self.memory, process)
-            resident = await asyncio.to_thread(model.measure)
-        except Exception as error:
-            if self._closed.is_set():
-                return
-            logger.error("model %r failed to start: %s", model.name, error)
-            model.wanted_since = None
-            model.failed(error, time.monotonic())
-            if model.entry.pin:
-                model.wanted_since = time.monotonic()
-            _wake(model, self._failure(model, time.monotonic()))
-        else:
-            model.remember(resident, at_start=True)
-            model.state = "ready"
-            model.reason = ""
-            model.wanted_since = None
-            model.keep_alive = model.settings.keep_alive
-            model.ready_since = model.last_used = time.monotonic()
-            logger.info(
-                "model %r is ready after %.1f s, with %s",
-                model.name,
-                model.load_seconds,
-                as_size(model.charge),
-            )
-            if self._closed.is_set():
-                await model.stop()
-            _wake(model)
-        self._news.set()
-
-    async def _end(self, model: PooledModel, failure: str | None = None) -> None:
-        try:
-            await model.stop()
-        except Exception:
-            logger.exception("model %r did not end well", model.name)
-        model.leaving = model.is_unwanted = False
-        if failure is None:
-            model.state = "cold"
-            logger.info("model %r is unloaded", model.name)
-        else:
-            model.failed(failure, time.monotonic())
-            if model.entry.pin:
-                model.wanted_since = time.monotonic()
-        self._news.set()
 
     async def _look(self, now: float) -> None:
         """Measures the loaded models from time to time."""
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        for model in [model for model in self._all if model.state == "ready"]:
+        for model in [model for model in self._all if model.state in _STANDING]:
+            state = model.state
             resident = await asyncio.to_thread(model.measure)
-            if model.state == "ready":
+            if model.state == state:
                 model.remember(resident)
-
-
-def _wake(model: PooledModel, error: ApiError | None = None) -> None:
-    """Wakes all requests that wait for a model."""
-    for _, waiter in model.waiters:
-        if waiter.done():
-            continue
-        if error is None:
-            waiter.set_result(None)
-        else:
-            waiter.set_exception(error)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 from toolkit_lm_server.schema_texts import Described
 
-StateName = Literal["cold", "loading", "ready", "unloading", "failed"]
+StateName = Literal["cold", "loading", "ready", "asleep", "unloading", "failed"]
 
 
 class NamedBody(BaseModel):
@@ -26,6 +26,14 @@ class UnloadBody(BaseModel):
     """Name of the model. null: all models but the pinned."""
 
 
+class SleepBody(NamedBody):
+    """Body of /models/sleep."""
+
+    level: Literal[1, 2] | None = None
+    """What the model gives up: the KV cache (1), or the weights, too (2). null: as its entry
+    says."""
+
+
 class ShowBody(BaseModel):
     """Body of /api/show, with whatever else Ollama's clients send."""
 
@@ -36,7 +44,7 @@ class ShowBody(BaseModel):
 
 
 class LlamaStatus(Described):
-    value: Literal["unloaded", "loading", "loaded"]
+    value: Literal["unloaded", "loading", "loaded", "sleeping"]
     """State of the model, by llama.cpp's names."""
     failed: bool = False
     """The last start has failed, or the engine has died."""
@@ -77,6 +85,11 @@ class PoolCard(Described):
     """How often it was loaded."""
     evictions: int
     """How often it made room for another model."""
+    sleeps: int
+    """How often it fell asleep."""
+    sleep_level: int | None
+    """What it gave up for its sleep: the KV cache (1), or the weights, too (2). null: it is not
+    asleep."""
     failures: int
     """How often a start has failed, or the engine has died."""
     pinned: bool
@@ -97,6 +110,11 @@ class Done(Described):
     """Names of the models that it was about."""
 
 
+class Sleeping(Described):
+    is_sleeping: bool
+    """The model is asleep."""
+
+
 class Reloaded(Described):
     added: list[str]
     """Models that are new."""
@@ -109,13 +127,13 @@ class Reloaded(Described):
 class Running(Described):
     model: str
     """Name of the model."""
-    state: Literal["starting", "ready", "stopping"]
+    state: Literal["starting", "ready", "asleep", "stopping"]
     """State of the model, by llama-swap's names."""
 
 
 class RunningList(Described):
     running: list[Running]
-    """Models that are loaded, or are being loaded or unloaded."""
+    """Models that are loaded or asleep, or are being loaded or unloaded."""
 
 
 class Load(Described):
@@ -170,11 +188,13 @@ class RunningTag(Tag):
     """Bytes of a GPU: always 0."""
     context_length: int
     """Most tokens of prompt and output together."""
+    state: Literal["ready", "asleep"]
+    """State of the model."""
 
 
 class RunningTags(Described):
     models: list[RunningTag]
-    """The loaded models."""
+    """The models that are loaded or asleep."""
 
 
 class Card(Described):
