@@ -50,6 +50,12 @@ def test_an_entry_overrides_what_the_command_line_says(entries):
     assert other.keep_alive == 7
 
 
+def test_a_group_lists_its_members(entries):
+    chat, words = entries(GOOD + "groups:\n  big: {members: [words], exclusive: false}\n")
+    assert chat.group is None
+    assert words.group.swap and not words.group.exclusive and not words.group.persistent
+
+
 FAULTS = {
     "models: [": (r":1:1\d?: this is not YAML", ),
     "models:\n  - name: a\n   pin: true\n": (r":3:4: this is not YAML", ),
@@ -66,6 +72,17 @@ FAULTS = {
     "models:\n  - name: a\n  - name: b\n    aliases: [a]\n": ("'a'", ":2:5 and ", ":3:5"),
     "models:\n  - name: a\n    aliases: [x, x]\n": ("'x'", ":2:5: twice"),
     "models:\n  - name: a\n    aliases: [a]\n": ("'a'", ":2:5: twice"),
+    "models:\n  - {name: a, idle: nap}\n": (":2:17: the entry idle must be", ),
+    "models:\n  - {name: a, idle: sleep, sleep_level: 3}\n": (":2:37: the entry sleep_level", ),
+    "models:\n  - {name: a, idle: sleep, pin: true}\n": (":2:5: ", "cannot have idle: sleep"),
+    "models:\n  - {name: a, group: g}\n": (":2:18: unknown field 'group'", ),
+    "models:\n  - name: a\ngroups: [3]\n": ("the file groups must be", ),
+    "models:\n  - name: a\ngroups:\n  g: {members: []}\n": (":4:6: the group 'g' members", ),
+    "models:\n  - name: a\ngroups:\n  g: {swop: true}\n": (":4:6: unknown field 'swop'", "'swap'"),
+    "models:\n  - name: a\ngroups:\n  g: {members: [b]}\n": (":4:17: no entry has", "'a'"),
+    "models:\n  - name: a\ngroups:\n  g: {members: [a, a]}\n": (":4:20: 'a' is in the group 'g'", ),
+    "models:\n  - {name: a, pin: true}\n  - name: b\ngroups:\n  g: {members: [b, a]}\n":
+        (":5:20: 'a' has pin", "swap: false"),
     "models:\n  - name: a\n  - name: a\n": ("'a'", ":2:5 and ", ":3:5"),
 }  # fmt: skip
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from toolkit_lm.config import VllmConfig
-from toolkit_lm_model_pool.entries import made_entry
+from toolkit_lm_model_pool.entries import Group, made_entry
 from toolkit_lm_model_pool.model import PooledModel, settings_of
 from toolkit_lm_model_pool.plan import make_plan
 from toolkit_lm_server.options import ServerOptions
@@ -247,4 +248,102 @@ def test_sleepers_stay_in_the_budget_and_nobody_starves(seed):
             one.state = "loading"
         assert sum(one.holds for one in models) <= 10
     assert all(served.values()) and slept
+    assert not any(one.waiters for one in models)
+
+
+def grouped(*models, **rules):
+    """The models, in one group."""
+    group = Group(members=[one.name for one in models], **rules)
+    for one in models:
+        one.entry = msgspec.structs.replace(one.entry, group=group)
+    return models
+
+
+def test_one_member_of_a_swapping_group_is_loaded_at_a_time():
+    loaded, other = grouped(model("a", 1, "ready"), model("b", 1, waits=1.0), exclusive=False)
+    assert put(loaded, other) == ("", "", "a")
+    assert planned(loaded, other, now=1.0) == ("", "", "")
+    loaded.in_flight = 1
+    assert planned(loaded, other) == ("", "", "a")
+    loaded.in_flight = 0
+    loaded.state = "loading"
+    assert put(loaded, other) == ("", "", "")
+    grouped(loaded, other, swap=False, exclusive=False)
+    assert put(loaded, other) == ("b", "", "")
+
+
+def test_a_member_that_may_sleep_does_and_its_sleep_is_no_hindrance():
+    awake, other = grouped(sleeper("a", 2, 1), model("b", 1, waits=1.0))
+    assert put(awake, other) == ("", "a", "")
+    awake.state = "asleep"
+    awake.sleep_level = 2
+    assert put(awake, other) == ("b", "", "")
+
+
+def test_an_exclusive_group_has_others_unloaded_but_for_persistent_and_pinned_ones():
+    [new] = grouped(model("n", 1, waits=1.0))
+    [kept] = grouped(model("k", 1, "ready"), persistent=True)
+    [other] = grouped(model("o", 1, "ready"), exclusive=False)
+    free = model("f", 1, "ready")
+    pinned = model("p", 1, "ready", pin=True)
+    assert put(new, kept, other, free, pinned) == ("", "", "of")
+    assert put(new, kept, pinned) == ("n", "", "")
+    # Those of other groups come back beside it, where their own groups allow it.
+    new.waiters.clear()
+    new.state = "ready"
+    free.state = "cold"
+    free.waiters.append((1.0, SimpleNamespace()))
+    assert put(new, free) == ("f", "", "")
+    [alone] = grouped(model("a", 1, waits=1.0))
+    assert put(new, alone) == ("", "", "n")
+
+
+def test_a_persistent_member_makes_no_room_for_others_and_holds_up_nobody():
+    [kept] = grouped(model("k", 6, "ready"), persistent=True)
+    assert put(kept, model("n", 5, waits=1.0), model("s", 4, waits=2.0)) == ("s", "", "")
+    first, second = grouped(model("k", 6, "ready"), model("n", 5, waits=1.0), persistent=True)
+    assert put(first, second) == ("", "", "k")
+
+
+def test_whoever_waits_for_a_group_is_not_passed_by_those_that_it_excludes():
+    running = model("r", 1, "ready", busy=1)
+    [new] = grouped(model("n", 1, waits=1.0))
+    assert planned(running, new, model("o", 1, waits=2.0)) == ("", "", "r")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_hold_and_nobody_starves(seed):
+    rng = random.Random(seed)
+    models = [model(f"m{number}", rng.randint(1, 4)) for number in range(6)]
+    grouped(*models[:2], swap=True, exclusive=rng.random() < 0.5)
+    grouped(*models[2:4], swap=False, exclusive=rng.random() < 0.5, persistent=rng.random() < 0.5)
+    served = dict.fromkeys((one.name for one in models), 0)
+    for now in range(3000):
+        for one in models:
+            if rng.random() < 0.3 and now < 300:
+                one.waiters.append((float(now), SimpleNamespace()))
+            if one.state == "ready" and not one.leaving:
+                served[one.name] += len(one.waiters)
+                one.in_flight += len(one.waiters)
+                one.waiters.clear()
+            if one.in_flight and rng.random() < 0.5:
+                one.in_flight -= 1
+            if one.state == "unloading":
+                one.state = "cold"
+                one.leaving = False
+            if one.state == "loading":
+                one.state = "ready"
+                one.ready_since = float(now)
+        plan = make_plan(models, 20, 2.0, float(now))
+        for one in models:
+            one.leaving = one in plan.leave
+        for one in plan.evict:
+            assert one.in_flight == 0
+            one.state = "unloading"
+        for one in plan.load:
+            one.state = "loading"
+        held = [one for one in models if one.holds]
+        assert sum(one.holds for one in held) <= 20
+        assert len([one for one in held if one in models[:2]]) < 2
+    assert all(served.values())
     assert not any(one.waiters for one in models)

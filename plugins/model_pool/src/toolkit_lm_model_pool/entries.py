@@ -19,6 +19,20 @@ _MOST_FILE = 2**20
 """Most bytes of a file of models."""
 
 
+class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Models that share rules of loading, as llama-swap has them. A sleeping model counts as one
+    that is not loaded."""
+
+    members: Annotated[list[Name], Meta(min_length=1)]
+    """Names of the models. A model is in one group at most."""
+    swap: bool = True
+    """One of them is loaded at a time."""
+    exclusive: bool = True
+    """To load one of them, models of other groups and of none are unloaded."""
+    persistent: bool = False
+    """Models that are not of the group unload none of its members."""
+
+
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of a pool."""
 
@@ -46,6 +60,8 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model is loaded at the start."""
     optional: bool = False
     """The server starts without the model where it does not fit into the memory."""
+    group: Group | None = None
+    """The group that lists the model. An entry does not state it."""
 
     def __post_init__(self) -> None:
         if self.keep_alive is not None:
@@ -61,6 +77,11 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _File(Struct, forbid_unknown_fields=True):
     models: Annotated[list[Any], Meta(min_length=1)]
+    groups: dict[str, Any] = {}
+
+
+_OF_ENTRIES = tuple(name for name in Entry.__struct_fields__ if name != "group")
+"""Fields that an entry may state."""
 
 
 class _Source:
@@ -114,24 +135,70 @@ def read_entries(path: str) -> list[Entry]:
     """The entries of a YAML file. Raises ConfigError, with line and column."""
     source = _Source(path)
     try:
-        listed = msgspec.convert(source.data, _File).models
+        file = msgspec.convert(source.data, _File)
     except msgspec.ValidationError as error:
         wrong = in_plain_words(error, "the file ", source.data)
         raise ConfigError(
-            f"models: {source.place()}: {wrong} It holds a list of entries, `models`."
+            f"models: {source.place()}: {wrong} It holds a list of entries, `models`, and may "
+            "hold `groups` by name."
         ) from error
-    entries = [_entry(source, number, data) for number, data in enumerate(listed)]
+    entries = [_entry(source, number, data) for number, data in enumerate(file.models)]
     check_names(entries, [source.place("models", number) for number in range(len(entries))])
-    return entries
+    return _grouped(source, entries, file.groups)
+
+
+def _grouped(source: _Source, entries: list[Entry], listed: dict[str, Any]) -> list[Entry]:
+    """The entries with their groups. Raises ConfigError."""
+    of: dict[str, tuple[str, Group]] = {}
+    known = {entry.name: entry for entry in entries}
+    for name, data in listed.items():
+        group = _group(source, name, data)
+        for number, member in enumerate(group.members):
+            where = source.place("groups", name, "members", number)
+            if member not in known:
+                raise ConfigError(
+                    f"models: {where}: no entry has the name {member!r}. {nearest(member, known)}"
+                )
+            if member in of:
+                raise ConfigError(
+                    f"models: {where}: {member!r} is in the group {of[member][0]!r}, too. A model "
+                    "is in one group at most."
+                )
+            of[member] = name, group
+            if group.swap and known[member].pin and len(group.members) > 1:
+                raise ConfigError(
+                    f"models: {where}: {member!r} has pin and stays loaded, so that no other "
+                    f"member of {name!r} could be. Give the group swap: false."
+                )
+    return [
+        msgspec.structs.replace(entry, group=of[entry.name][1]) if entry.name in of else entry
+        for entry in entries
+    ]
+
+
+def _group(source: _Source, name: str, data: Any) -> Group:
+    where = source.place("groups", name)
+    if isinstance(data, dict):
+        for field_name in data:
+            if field_name not in Group.__struct_fields__:
+                raise ConfigError(
+                    f"models: {where}: unknown field {str(field_name)!r} of the group {name!r}. "
+                    f"{nearest(str(field_name), Group.__struct_fields__)}"
+                )
+    try:
+        return msgspec.convert(data, Group)
+    except msgspec.ValidationError as error:
+        wrong = in_plain_words(error, f"the group {name!r} ", data)
+        raise ConfigError(f"models: {where}: {wrong}") from error
 
 
 def _entry(source: _Source, number: int, data: Any) -> Entry:
     if isinstance(data, dict):
         for name in data:
-            if name not in Entry.__struct_fields__:
+            if name not in _OF_ENTRIES:
                 raise ConfigError(
                     f"models: {source.place('models', number, str(name))}: unknown field "
-                    f"{str(name)!r}. {nearest(str(name), Entry.__struct_fields__)}"
+                    f"{str(name)!r}. {nearest(str(name), _OF_ENTRIES)}"
                 )
     try:
         return msgspec.convert(data, Entry)

@@ -35,22 +35,33 @@ def make_plan(models: Iterable[PooledModel], budget: int, turn: float, now: floa
     pinned = sum(model.holds for model in known if model.entry.pin)
     spare: int | None = None
     """Bytes that the first one which waits for room will leave. None: none waits for room."""
+    ahead: list[PooledModel] = []
+    """Models that wait on."""
     for model in _waiting(known, now):
         if _is_among(model, plan.evict):
             # It is loaded anew, once it is unloaded.
             continue
-        if model.most > budget - pinned:
+        kept = [other for other in known if _keeps_place(other, model)]
+        if model.most > budget - pinned - sum(other.holds for other in kept):
             # It waits in vain, and keeps nobody. A sleeping one may fit if it is loaded anew.
             if model.state == "asleep":
                 plan.evict.append(model)
             continue
+        if any(_excludes(first, model) for first in ahead):
+            continue
         need = model.most - model.holds
-        if need <= (free if spare is None else min(free, spare)):
+        blocking = [other for other in known if _is_awake(other, plan) and _excludes(model, other)]
+        if blocking:
+            ahead.append(model)
+            if spare is None:
+                spare = free + coming + _make_way(plan, blocking, turn, now) - need
+        elif need <= (free if spare is None else min(free, spare)):
             plan.load.append(model)
             free -= need
             spare = None if spare is None else spare - need
         elif spare is None:
-            others = [other for other in known if other is not model]
+            ahead.append(model)
+            others = [other for other in known if other is not model and other not in kept]
             room = _make_room(plan, others, need - free - coming, turn, now)
             spare = free + coming + room - need
     return plan
@@ -68,6 +79,46 @@ def _waiting(models: Sequence[PooledModel], now: float) -> list[PooledModel]:
         )
     ]
     return [model for _, model in sorted(able, key=lambda entry: entry[0])]
+
+
+def _excludes(model: PooledModel, other: PooledModel) -> bool:
+    """Whether `other` must not be awake when `model` is loaded, by the rules of their groups."""
+    if other is model or other.entry.pin:
+        return False
+    group = model.entry.group
+    if group is None:
+        return False
+    if group == other.entry.group:
+        return group.swap
+    return group.exclusive and not _keeps_place(other, model)
+
+
+def _keeps_place(other: PooledModel, model: PooledModel) -> bool:
+    """Whether `other` is in a persistent group that is not that of `model`."""
+    group = other.entry.group
+    return group is not None and group.persistent and group != model.entry.group
+
+
+def _is_awake(model: PooledModel, plan: Plan) -> bool:
+    return model.state in ("loading", "ready", "unloading") or _is_among(model, plan.load)
+
+
+def _make_way(plan: Plan, blocking: Sequence[PooledModel], turn: float, now: float) -> int:
+    """Has models make way that have had their turn: idle ones at once, busy ones when their
+    requests have ended. Returns the bytes that this frees."""
+    freed = 0
+    for model in blocking:
+        if not _had_turn(model, turn, now):
+            continue
+        sleeps = model.entry.idle == "sleep"
+        freed += model.charge - (model.resting(model.entry.sleep_level) if sleeps else 0)
+        if not model.is_idle:
+            plan.leave.append(model)
+        elif sleeps:
+            plan.sleep.append(model)
+        else:
+            plan.evict.append(model)
+    return freed
 
 
 class _Way(Struct):
