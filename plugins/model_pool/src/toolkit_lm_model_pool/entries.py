@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -49,10 +49,10 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep_alive: str | int | float | None = None
     """Seconds, or a text such as "5m", after which the idle model is unloaded. Negative: it stays.
     None: the option `models_keep_alive`."""
-    idle: Literal["unload", "sleep"] = "unload"
-    """What becomes of the model when its time is over, or another needs its place. Asleep, its
-    process stays, and it is unloaded only where more memory is needed."""
-    sleep_level: Literal[1, 2] = 2
+    idle: str = "unload"
+    """"unload" or "sleep": fate of the model when its time is over, or another needs its place.
+    Asleep, its process stays, and it is unloaded only where more memory is needed."""
+    sleep_level: Annotated[int, Meta(ge=1, le=2)] = 2
     """What the sleeping model gives up: the KV cache (1), or the weights, too (2)."""
     pin: bool = False
     """The model is loaded at the start, and never unloaded."""
@@ -66,6 +66,8 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.keep_alive is not None:
             parse_seconds(self.keep_alive)
+        if self.idle not in ("unload", "sleep"):
+            raise ValueError(f"idle must be 'unload' or 'sleep', not {self.idle!r}.")
         if self.pin and self.idle == "sleep":
             raise ValueError("a model with pin stays loaded: it cannot have idle: sleep.")
 
