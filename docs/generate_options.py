@@ -19,6 +19,7 @@ from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import ModelEntry, ModelRegistry, Plugins
 from toolkit_lm.resolution.twice import TWICE
 from toolkit_lm_cli.converse import ClientOptions
+from toolkit_lm_fronts.cli import EngineOptions
 from toolkit_lm_model_pool.options import PoolOptions
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_server.batch.command import BatchOptions
@@ -67,6 +68,7 @@ def tables() -> str:
     commands = [
         ("`toolkit serve`", ServerOptions),
         ("`toolkit route`", RouterOptions),
+        ("`toolkit engine`", EngineOptions),
         ("`toolkit serve` of several models", PoolOptions),
         ("`toolkit chat` and `toolkit complete`", ClientOptions),
         ("`toolkit run-batch`", BatchOptions),

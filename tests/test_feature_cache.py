@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
-from toolkit_lm.engine.process import wire
+from toolkit_lm.engine import wire
 from toolkit_lm.errors import EngineDeadError, RequestError
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 

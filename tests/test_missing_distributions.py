@@ -31,6 +31,7 @@ BRING_NOTHING = {
     "toolkit-lm-batches",
     "toolkit-lm-mcp",
     "toolkit-lm-ray-serve",
+    "toolkit-lm-fronts",
 }
 """Distributions that nobody can miss by a name: others depend on them, they watch, or bring
 routes."""

@@ -65,6 +65,7 @@ SHIPPED = [
     "renderer_remote",
     "reward",
     "rl",
+    "fronts",
     "ray_serve",
     "router",
     "sampling_extra",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toolkit_lm.engine import wire
 from toolkit_lm.engine.feature_mirror import EngineFeatures, FeatureMirror
-from toolkit_lm.engine.process import wire
 from toolkit_lm.messages import Array, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.processing.pinned_rendering import PinnedRendering

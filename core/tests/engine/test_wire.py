@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toolkit_lm.engine.process import wire
+from toolkit_lm.engine import wire
 from toolkit_lm.messages import EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 

@@ -1,3 +1,4 @@
+from . import wire as wire
 from .client import (
     EngineClient as EngineClient,
     EngineInfo as EngineInfo,

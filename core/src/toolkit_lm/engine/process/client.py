@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from toolkit_lm import errors
 from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine import wire
 from toolkit_lm.engine.client import EngineClient, EngineInfo
-from toolkit_lm.engine.process import wire
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError, ToolkitError
 from toolkit_lm.kv import KVCacheConfig

@@ -16,9 +16,9 @@ import msgspec
 import zmq
 
 from toolkit_lm import errors
+from toolkit_lm.engine import wire
 from toolkit_lm.engine.core import REST, EngineCore
 from toolkit_lm.engine.feature_mirror import EngineFeatures
-from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import EngineDeadError, PluginError, ToolkitError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutput, EngineRequest
