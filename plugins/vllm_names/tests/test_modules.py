@@ -217,7 +217,7 @@ class TestLLM:
     def test_methods_that_are_not_here_say_what_to_use(self, llm):
         for face in (llm, llm.llm_engine):
             for name, way in METHODS.items():
-                if not hasattr(type(face), name):
+                if name not in vars(face) and not hasattr(type(face), name):
                     with pytest.raises(AttributeError, match=re.escape(way)):
                         getattr(face, name)
             with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
