@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -36,8 +35,11 @@ class Command:
                 return found[1]
         raise AssertionError("it ended early")
 
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -116,9 +118,10 @@ async def ask(
     url: str,
     path: str,
     fields: dict[str, Any],
-    begun: asyncio.Semaphore,
+    begun: set[int] | None = None,
+    number: int = 0,
 ) -> dict[Any, Any]:
-    """What a stream of 300 tokens says. `begun` is released when the first of it has come."""
+    """What a stream of 300 tokens says. `begun` has its number from its first byte to its last."""
     body = {
         **fields,
         "max_tokens": 300,
@@ -129,7 +132,9 @@ async def ask(
     async with client.post(f"{url}/v1/{path}", json=body) as answer:
         assert answer.status == 200, await answer.text()
         first = await answer.content.read(1)
-        begun.release()
+        begun = set() if begun is None else begun
+        begun.add(number)
         stream = first + await answer.read()
+        begun.remove(number)
     assert (b"token_ids" in stream) == ("return_token_ids" in fields)
     return joined(stream)

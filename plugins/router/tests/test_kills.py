@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -31,33 +32,49 @@ def servers() -> Iterator[tuple[list[Command], list[str], str]]:
 async def test_a_kill_under_32_streams_loses_nothing(servers):
     commands, urls, router = servers
     timeout = aiohttp.ClientTimeout(total=240)
+    # Requests without a stream are asked again elsewhere.
+    whole = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
     async with aiohttp.ClientSession(timeout=timeout) as client:
-        alone = [await ask(client, urls[2], *kind, asyncio.Semaphore()) for kind in KINDS]
-        kinds = [number % len(KINDS) for number in range(32)]
-        begun = asyncio.Semaphore(0)
-        asking = [
-            asyncio.create_task(ask(client, router, *KINDS[number], begun)) for number in kinds
-        ]
-        # Requests without a stream are asked again elsewhere.
-        whole = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 300}
-        whole |= {"ignore_eos": True}
-        plain = [
-            asyncio.create_task(post(client, f"{router}/v1/completions", whole)) for _ in range(4)
-        ]
-        # Others would be asked again, and not go on.
-        for _ in kinds:
-            await begun.acquire()
+        alone = [await ask(client, urls[2], *kind) for kind in KINDS]
+        for _ in range(20):
+            begun: set[int] = set()
+            asking = [
+                asyncio.create_task(ask(client, router, *KINDS[number % len(KINDS)], begun, number))
+                for number in range(32)
+            ]
+            plain = [
+                asyncio.create_task(post(client, f"{router}/v1/completions", whole))
+                for _ in range(4)
+            ]
+            while len(begun) < 24 and not all(task.done() for task in asking):
+                await asyncio.sleep(0.001)
+            commands[0].send(signal.SIGSTOP)
+            while await figure(client, router, "inflight", urls[1:]):
+                await asyncio.sleep(0.01)
+            # Only the stopped server has requests. Another round where none of them has begun.
+            if begun:
+                break
+            commands[0].send(signal.SIGCONT)
+            await asyncio.gather(*asking, *plain)
+        num_begun = len(begun)
+        assert num_begun > 0
         commands[0].kill()
-        found = await asyncio.gather(*asking)
-        for number, got in zip(kinds, found, strict=True):
-            assert got == alone[number]
+        for number, got in enumerate(await asyncio.gather(*asking)):
+            assert got == alone[number % len(KINDS)]
         for answer in await asyncio.gather(*plain):
             assert answer["choices"][0]["text"] == alone[0][0, "text"]
-        async with client.get(f"{router}/metrics") as answer:
-            figures = await answer.text()
-    moved = re.search(rf'migrations_total{{backend="{re.escape(urls[0])}"}} (\S+)', figures)
-    assert moved is not None
-    assert float(moved[1]) > 0
+        assert await figure(client, router, "migrations_total", urls[:1]) == num_begun
+
+
+async def figure(
+    client: aiohttp.ClientSession, router: str, name: str, backends: Sequence[str]
+) -> float:
+    """What the router's metrics tell, of these backends together."""
+    async with client.get(f"{router}/metrics") as answer:
+        text = await answer.text()
+    found = [re.search(rf'_{name}{{backend="{re.escape(url)}"}} (\S+)', text) for url in backends]
+    assert all(found), text
+    return sum(float(each[1]) for each in found if each)
 
 
 async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
