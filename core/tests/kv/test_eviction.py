@@ -74,8 +74,8 @@ def evicted(pool, count):
 class Newest(FreeBlocks):
     """Another order: the most recently used first, but for blocks without contents."""
 
-    def pop(self):
-        block = next(reversed(self._blocks))
+    def take(self):
+        block = next(reversed(self))
         self.remove(block)
         return block
 

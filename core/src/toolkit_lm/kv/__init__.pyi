@@ -1,7 +1,11 @@
 from .block_manager import BlockManager as BlockManager
 from .cache import KVCache as KVCache
-from .eviction import FreeBlocks as FreeBlocks
-from .group_blocks import BlockPool as BlockPool, TokenRange as TokenRange
+from .group_blocks import (
+    BlockHashes as BlockHashes,
+    BlockPool as BlockPool,
+    FreeBlocks as FreeBlocks,
+    TokenRange as TokenRange,
+)
 from .host import HostStore as HostStore
 from .layout import (
     KVCacheConfig as KVCacheConfig,

@@ -3,10 +3,10 @@ supplies their blocks."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from toolkit_lm.kv.eviction import FreeBlocks
 from toolkit_lm.kv.spec import KVCacheSpec
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
@@ -41,6 +41,26 @@ class TokenRange(NamedTuple):
     seq_id: int
     start: int
     end: int
+
+
+class FreeBlocks(OrderedDict[int, int]):
+    """Free blocks of a pool, in the order in which they are allocated, and their contents evicted:
+    those without contents first, then the least recently used. A subclass may have another order,
+    and a value for each block: `BlockPool.order_by`."""
+
+    def add(self, block: int, key: Hashable | None) -> None:
+        """A block is free from now on. `key`: of its contents; None: nobody finds them."""
+        self[block] = 0
+        if key is None:
+            self.move_to_end(block, last=False)
+
+    def remove(self, block: int) -> None:
+        """A free block is shared, or its contents are forgotten."""
+        del self[block]
+
+    def take(self) -> int:
+        """Removes the block that is allocated next, and returns it."""
+        return self.popitem(last=False)[0]
 
 
 class BlockPool:
@@ -85,7 +105,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Allocates a free block, with one owner, and forgets its contents. A block must be
         free."""
-        block = self._free.pop()
+        block = self._free.take()
         assert self.ref_counts[block] == 0, (
             f"free block {block} has {self.ref_counts[block]} owners"
         )

@@ -8,11 +8,9 @@ from typing import Any
 
 from msgspec import Raw
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.kv.block_manager import BlockManager
-from toolkit_lm.kv.group_blocks import BlockHashes, TokenRange
+from toolkit_lm.kv import BlockHashes, BlockManager, TokenRange
 from toolkit_lm.messages import StepPlan
-from toolkit_lm.scheduler import Planner
-from toolkit_lm.scheduler.request import Request
+from toolkit_lm.scheduler import Planner, Request
 from toolkit_lm.step import worker_method
 
 from toolkit_lm_kv_tiers.pricing import PricedTier

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Raw, msgpack
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.kv.group_blocks import TokenRange
+from toolkit_lm.kv import TokenRange
 from toolkit_lm.messages import Array, StepPlan
 from toolkit_lm.scheduler import Planner, Request, Sequence
 from toolkit_lm.step import worker_method

@@ -21,35 +21,31 @@ class PriorityBlocks(FreeBlocks):
         """By key, where they are not the default; changed by `set_priority`."""
         self._queues: dict[int, OrderedDict[int, None]] = {}
         """Free blocks by priority; -1: those without contents. No queue is empty."""
-        self._places: dict[int, int] = {}
-        """The queue of each free block."""
-
-    def __len__(self) -> int:
-        return len(self._places)
 
     def add(self, block: int, key: Hashable | None) -> None:
+        # The value of a block is its queue.
         place = -1 if key is None else self.priorities.get(key, DEFAULT)
-        self._places[block] = place
+        self[block] = place
         queue = self._queues.setdefault(place, OrderedDict())
         queue[block] = None
         if key is None:
             queue.move_to_end(block, last=False)
 
     def remove(self, block: int) -> None:
-        place = self._places.pop(block)
+        place = self.pop(block)
         queue = self._queues[place]
         del queue[block]
         if not queue:
             del self._queues[place]
 
-    def pop(self) -> int:
+    def take(self) -> int:
         block = next(iter(self._queues[min(self._queues)]))
         self.remove(block)
         return block
 
     def clear(self) -> None:
         self._queues.clear()
-        self._places.clear()
+        super().clear()
 
     def set_priority(self, key: Hashable, priority: int | None, block: int | None) -> None:
         """Sets the priority of contents; None: the default. `block`: the one that has them, if
@@ -58,6 +54,6 @@ class PriorityBlocks(FreeBlocks):
             self.priorities.pop(key, None)
         else:
             self.priorities[key] = priority
-        if block is not None and block in self._places:
+        if block is not None and block in self:
             self.remove(block)
             self.add(block, key)
