@@ -217,7 +217,8 @@ WALL_CLOCKS = {"time", "time_ns", "now", "utcnow", "today", "fromtimestamp", "lo
 def test_only_what_people_read_is_told_by_the_wall_clock():
     """A jump of the wall clock moves no deadline. Dates in answers, reports and templates, the
     epoch of spans, ages of files, names of traces, the days that batches are kept, dates of models'
-    states, and vLLM's figure of adapters and events of the KV cache are told by it."""
+    states and named prefixes, and vLLM's figure of adapters and events of the KV cache are told by
+    it."""
     found = set()
     for path in (
         path
@@ -238,13 +239,16 @@ def test_only_what_people_read_is_told_by_the_wall_clock():
         ("cache.py", "time.time"),
         ("chat.py", "datetime.now"),
         ("conversation_store.py", "time.time"),
+        ("dispatch.py", "datetime.now"),
         ("environment.py", "datetime.now"),
         ("generation.py", "time.time"),
+        ("hub.py", "datetime.fromtimestamp"),
         ("lifecycle.py", "time.time"),
         ("listing.py", "datetime.fromtimestamp"),
         ("listing.py", "time.time"),
         ("log.py", "datetime.fromtimestamp"),
         ("metrics.py", "time.time"),
+        ("named.py", "time.time"),
         ("output.py", "datetime.now"),
         ("output.py", "time.time"),
         ("pooled.py", "time.time"),

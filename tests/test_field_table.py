@@ -354,6 +354,7 @@ SAMPLES = {
     "model": "m",
     "prompt_cache_retention": "24h",
     "kv_cache_retention_config": {"decode_retention_priority": 50},
+    "kv_transfer_params": {"do_remote_decode": True},
     "cache_control": {"type": "ephemeral"},
     "messages": [{"role": "user", "content": "other"}],
     "prompt": "other",
@@ -499,6 +500,7 @@ NEVER_ASKED = {
         "return_hidden_states",
         "return_routed_experts",
         "timings",
+        "kv_transfer_params",
     }
 }
 NEVER_ASKED["/v1/responses"] = NEVER_ASKED["/infill"] - {"logprob_token_ids"}

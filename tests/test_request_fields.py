@@ -36,6 +36,7 @@ ON_LOGITS_ALONE = {
     "trace_replay",
     "vllm_processors",
     "hidden_states",
+    "kv_transfer",
     "prefix_retention",
     "routed_experts",
 }

@@ -137,7 +137,7 @@ PEER_FIELDS: Mapping[str, Mapping[str, str]] = {
         "enable_response_messages repetition_penalty seed stop "
         "ignore_eos skip_special_tokens include_stop_str_in_output structured_outputs logit_bias "
         "presence_penalty frequency_penalty "
-        "chat_template chat_template_kwargs media_io_kwargs kv_transfer_params vllm_xargs",
+        "chat_template chat_template_kwargs media_io_kwargs vllm_xargs",
     },
     "/v1/messages": {
         "Anthropic": "max_tokens messages model billing_policy cache_control compaction "
