@@ -32,7 +32,7 @@ SHAPES = {
     ),
     "renderers": (
         "audio_processor.py chat_template.py forms.py glm_sampling.py joining.py sampling.py "
-        "tokens.py video_processor.py"
+        "tokens.py video_kinds.py video_processor.py"
     ),
     "server": (
         "answer_reading.py app.py chat.py errors.py infill.py pages.py pooled.py protocol.py "

@@ -452,6 +452,8 @@ def test_the_flags_in_the_guides_exist():
         "--lora-dir",
         "--lora-merge",
         "--lora-pin",
+        # That of `toolkit engine`.
+        "--listen",
     }
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
@@ -492,6 +494,7 @@ def test_the_flags_in_the_guides_exist():
         "--steps",
         "--turns",
         "--quick",
+        "--wake",
     }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
     # Flags of `toolkit kv`.

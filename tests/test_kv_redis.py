@@ -178,7 +178,7 @@ def test_a_store_that_dies_and_comes_back_loses_hits_alone(llama, server, plain,
     def trouble() -> None:
         while not ends.wait(0.3):
             server.kill()
-            ends.wait(0.2)
+            time.sleep(0.2)
             server.start()
 
     thread = threading.Thread(target=trouble)

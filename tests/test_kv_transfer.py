@@ -353,11 +353,11 @@ def test_a_peer_that_is_none(llama, make_llama, why, monkeypatch):
         first.close()
     if why == "not on the list":
         transfer["remote_host"] = "169.254.169.254"
-    with engine(llama, {"peers": [address]}) as llm:
+    with engine(llama, {"peers": [address], "timeout": 60}) as llm:
         time.sleep(1.0)
         began = time.monotonic()
         assert decode(llm, PROMPTS[0], transfer) == expected
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 30
         outcome = "foreign" if why == "not on the list" else "failed"
         assert tier_of(llm).counts.loads == {outcome: 1}
         if outcome == "failed":
