@@ -439,6 +439,11 @@ def test_the_flags_in_the_guides_exist():
         "--kv-cache-dir",
         "--kv-cache-disk",
         "--kv-cache-host",
+        "--kv-cache-key-file",
+        "--kv-cache-redis",
+        "--kv-cache-redis-password-file",
+        "--kv-cache-redis-ttl",
+        "--kv-cache-write",
         *(f"--kv-transfer-{name}" for name in ("listen", "advertise", "peers", "secret-file")),
         *(f"--kv-transfer-{name}" for name in ("memory", "lease", "timeout")),
         "--prompt",
@@ -495,6 +500,7 @@ def test_the_flags_in_the_guides_exist():
         "--turns",
         "--quick",
         "--wake",
+        "--requests",
     }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
     # Flags of `toolkit kv`.
