@@ -74,7 +74,7 @@ def evicted(pool, count):
 class Newest(FreeBlocks):
     """Another order: the most recently used first, but for blocks without contents."""
 
-    def take(self):
+    def pop_next(self):
         block = next(reversed(self))
         self.remove(block)
         return block

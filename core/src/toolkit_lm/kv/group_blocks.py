@@ -58,7 +58,7 @@ class FreeBlocks(OrderedDict[int, int]):
         """A free block is shared, or its contents are forgotten."""
         del self[block]
 
-    def take(self) -> int:
+    def pop_next(self) -> int:
         """Removes the block that is allocated next, and returns it."""
         return self.popitem(last=False)[0]
 
@@ -105,7 +105,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Allocates a free block, with one owner, and forgets its contents. A block must be
         free."""
-        block = self._free.take()
+        block = self._free.pop_next()
         assert self.ref_counts[block] == 0, (
             f"free block {block} has {self.ref_counts[block]} owners"
         )

@@ -38,7 +38,7 @@ class PriorityBlocks(FreeBlocks):
         if not queue:
             del self._queues[place]
 
-    def take(self) -> int:
+    def pop_next(self) -> int:
         block = next(iter(self._queues[min(self._queues)]))
         self.remove(block)
         return block
