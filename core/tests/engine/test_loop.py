@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import zmq
-from toolkit_lm.engine.process import loop, wire
+from toolkit_lm.engine import wire
+from toolkit_lm.engine.process import loop
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.messages import (
     Array,
