@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -80,11 +81,17 @@ async def migrations(client: aiohttp.ClientSession, url: str) -> float:
     )
 
 
-async def settled(tasks: list[asyncio.Task[Any]]) -> None:
-    """Waits until no more of the tasks end: the others wait for a process that is stopped."""
-    before = -1
-    while before != (before := sum(task.done() for task in tasks)):
-        await asyncio.sleep(3)
+async def settled(client: aiohttp.ClientSession, url: str, tasks: list[asyncio.Task[Any]]) -> None:
+    """Waits until only an engine that is stopped has streams, so that no more of them end."""
+    while True:
+        async with client.get(f"{url}/metrics") as answer:
+            loads = re.findall(r"^toolkit_lm_router_inflight\S* (\S+)", await answer.text(), re.M)
+        before = sum(task.done() for task in tasks)
+        await asyncio.sleep(2)
+        if sum(map(float, loads)) == max(map(float, loads)) and before == sum(
+            task.done() for task in tasks
+        ):
+            return
 
 
 async def test_a_replica_killed_under_8_streams_loses_nothing(serving, alone):
@@ -103,7 +110,7 @@ async def test_a_replica_killed_under_8_streams_loses_nothing(serving, alone):
                 await asyncio.sleep(0.001)
             victim = engines()[0]
             os.kill(victim.pid, signal.SIGSTOP)
-            await settled(asking)
+            await settled(client, url, asking)
             # Only the stopped one has streams. Another round where none of them has begun.
             if begun:
                 break

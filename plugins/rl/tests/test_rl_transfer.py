@@ -160,7 +160,8 @@ def test_every_dtype_arrives_bit_by_bit():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert {*map(str, transfer._DTYPES)} >= {str(d).removeprefix("torch.") for d in DTYPES}
+    assert {name: getattr(torch, name).itemsize for name in transfer._SIZES} == transfer._SIZES
+    assert {*transfer._SIZES} >= {str(d).removeprefix("torch.") for d in DTYPES}
     for place, dtype in enumerate(DTYPES):
         expected = torch.arange(-5, 7).reshape(3, 4).to(dtype).view(torch.uint8)
         for number in range(3):

@@ -6,11 +6,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-from redis import Redis
+from typing import TYPE_CHECKING, Any
 
 from toolkit_lm_kv_redis.link import Breaker, connect, key_of
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 Key = tuple[int, bytes]
 """KV group and name of a block."""

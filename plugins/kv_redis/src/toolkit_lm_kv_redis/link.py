@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError
-from redis.retry import Retry
+from typing import TYPE_CHECKING, Any
 
 from toolkit_lm_kv_redis.limits import PASSWORD, address_of, password_of
+
+# Engines without such a tier do not load it.
+if TYPE_CHECKING:
+    from redis import Redis
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +30,10 @@ _QUIET = 60.0
 def connect(options: Any, timeout: float) -> Redis:
     """A client with one connection, which opens at its first command. `timeout`: most seconds for
     which the server may be silent. Raises ConfigError for files that cannot be read."""
+    from redis import Redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
     address = address_of(options.url)
     ca_file = None if options.ca_file is None else str(Path(options.ca_file).expanduser())
     place: dict[str, Any] = (
@@ -89,6 +92,8 @@ class Breaker:
         now = self._clock()
         if not self._pause and now >= self._warned + _QUIET:
             self._warned = now
+            from redis.exceptions import AuthenticationError
+
             hint = f" Set {PASSWORD}." if isinstance(error, AuthenticationError) else ""
             logger.warning(
                 "%s. It is tried again later: %s: %s%s",

@@ -7,23 +7,30 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import BaseModel, Field
 from toolkit_lm_server.errors import ApiError
 
-from toolkit_lm_rl.weight_group import SECONDS, WeightGroup, WeightGroupError
-
+# The server's own process loads no torch before a trainer comes.
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    )
+    from toolkit_lm_rl.weight_group import WeightGroup
+
+_SECONDS = 120.0
+"""Time that the trainer may take to come, and for each tensor."""
+_SIZES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
 }
+"""Bytes of an element, by dtype."""
 _MOST_TENSORS = 1 << 20
 _MOST_BYTES = 1 << 36
 """Bytes of one tensor."""
@@ -70,7 +77,7 @@ class UpdateInfo(BaseModel):
     packed: bool | None = None
     """No effect: tensors come one after the other."""
 
-    def announced(self) -> list[tuple[str, torch.dtype, list[int]]]:
+    def announced(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each tensor that comes. Raises ApiError."""
         if (self.path is None) != bool(self.names):
             raise ApiError(
@@ -85,32 +92,27 @@ class UpdateInfo(BaseModel):
                 f"names, dtype_names and shapes have {counts} entries: each needs one per tensor.",
                 param="update_info",
             )
-        return [
-            (name, _checked(name, dtype, shape), shape)
-            for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
-        ]
+        tensors = [*zip(self.names, self.dtype_names, self.shapes, strict=True)]
+        for tensor in tensors:
+            _check(*tensor)
+        return tensors
 
 
-def _checked(name: str, dtype_name: str, shape: list[int]) -> torch.dtype:
-    """The dtype of a tensor. Raises ApiError for another, and for a tensor that is too large."""
-    dtype = _DTYPES.get(dtype_name)
-    if dtype is None:
-        known = ", ".join(_DTYPES)
-        raise ApiError(
-            400, f"{name}: dtype {dtype_name!r} is none of {known}.", param="dtype_names"
-        )
-    size = dtype.itemsize
+def _check(name: str, dtype: str, shape: list[int]) -> None:
+    """Raises ApiError for an unknown dtype, and for a tensor that is too large."""
+    if (size := _SIZES.get(dtype)) is None:
+        known = ", ".join(_SIZES)
+        raise ApiError(400, f"{name}: dtype {dtype!r} is none of {known}.", param="dtype_names")
     for length in shape:
         size *= length
     if size > _MOST_BYTES:
         raise ApiError(400, f"{name}: shape {shape} is of over 64 GiB.", param="shapes")
-    return dtype
 
 
 class Transfer:
     """The server's end of a group with a trainer."""
 
-    def __init__(self, *, is_on: bool, world_size: int, seconds: float = SECONDS) -> None:
+    def __init__(self, *, is_on: bool, world_size: int, seconds: float = _SECONDS) -> None:
         """`world_size`: ranks of the server."""
         self._is_on = is_on
         self._world_size = world_size
@@ -137,6 +139,8 @@ class Transfer:
                     f"{self._world_size} of this server.",
                     param=name,
                 )
+        from toolkit_lm_rl.weight_group import WeightGroup, WeightGroupError
+
         async with self.lock:
             self.close()
             # The workers get what comes from this process: two members are enough.
@@ -146,10 +150,12 @@ class Transfer:
             except WeightGroupError as error:
                 raise ApiError(504, f"No trainer was met: {error}", code="timeout") from error
 
-    def tensors(
-        self, announced: list[tuple[str, torch.dtype, list[int]]]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, announced: list[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors, as they come. Raises ApiError, and leaves the group, if one does not."""
+        import torch
+
+        from toolkit_lm_rl.weight_group import WeightGroupError
+
         group = self._group
         if group is None:
             raise ApiError(
@@ -158,7 +164,7 @@ class Transfer:
                 param="update_info",
             )
         for name, dtype, shape in announced:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             try:
                 group.broadcast(tensor, 0)
             except WeightGroupError as error:
