@@ -137,6 +137,7 @@ def check(tasks: list[asyncio.Task[None]]) -> None:
             task.result()
 
 
+@pytest.mark.nightly
 async def test_engines_come_and_go_under_load(serving, alone):
     """1 -> 3 -> 1: no request is lost, refused or answered wrongly."""
     scaling = {"max_replicas": 3, "upscale_delay": 1, "downscale_delay": 3, "max_wait": 0.5}
