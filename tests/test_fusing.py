@@ -69,7 +69,9 @@ UNFUSED = {"GPT2LMHeadModel", "Gemma3nForCausalLM", "OPTForCausalLM"}
 OTHER_ATTENTION = {
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "Llama4ForCausalLM",
     "LongcatFlashForCausalLM",
     "MiniCPM3ForCausalLM",
