@@ -82,7 +82,7 @@ def checkpoints(folder: Path) -> dict[str, str]:
 
 
 def substance(answer: httpx.Response) -> Any:
-    """What an answer says. How much of the prompt was cached differs from one time to another."""
+    """The content of an answer, without its usage: cached tokens differ from time to time."""
     found = plain(answer.raise_for_status().json())
     return {key: value for key, value in found.items() if key != "usage"}
 

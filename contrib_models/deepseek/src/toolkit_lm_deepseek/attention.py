@@ -164,7 +164,7 @@ class DeepseekAttention(nn.Module):
         return None
 
     def choice(self, config: HFConfig) -> Choice | None:
-        """Where an indexer's choice is kept. None: there is no indexer."""
+        """The place of an indexer's choice. None: there is no indexer."""
         return None
 
     def latents(self, x: Tensor) -> Tensor:

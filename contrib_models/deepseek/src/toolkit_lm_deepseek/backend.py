@@ -178,7 +178,7 @@ class LatentBackend(AttentionBackend):
 
 
 def _sought(call: AttentionCall) -> Tensor:
-    """What an indexer looks for [T, ...]."""
+    """An indexer's queries and weights of heads, in one tensor [T, ...]."""
     assert call.v is not None
     return call.v
 
@@ -265,8 +265,8 @@ def unseen_of(index: IndexShape, top_k: int, sought: Tensor, keys: Tensor, later
 
 
 def index_queries(index: IndexShape, sought: Tensor) -> tuple[Tensor, Tensor]:
-    """What an indexer looks for -> its queries [T, heads, size], and the weights of heads [T,
-    heads], in float32 (DeepSeek-AI 2025)."""
+    """Queries [T, heads, size] of an indexer, and weights of its heads [T, heads], in float32
+    (DeepSeek-AI 2025). `sought`: both in one tensor."""
     queries, weights = torch.split(
         sought.float(), [index.num_heads * index.size, index.num_heads], dim=-1
     )

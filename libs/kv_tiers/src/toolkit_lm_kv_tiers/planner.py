@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class TierPlanner(Planner):
-    """Of several in an engine, the first one does the work. A request waits while a tier is
-    asking."""
+    """Planner of all tiers of an engine: the first of several does the work. A request waits while
+    a tier is asking."""
 
     _has_failed = False
 

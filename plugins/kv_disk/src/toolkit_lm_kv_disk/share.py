@@ -14,7 +14,7 @@ SAVE = "kv_disk.save"
 
 
 class Save(Struct):
-    """What a request asks for whose prompt gets a name."""
+    """The name that a request's prompt gets on disk."""
 
     name: str
     salt: str
