@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import time
 
 from vllm import SamplingParams
@@ -34,8 +35,10 @@ async def main():
     output, before = await asyncio.gather(generate(), control())
     assert output.finished
     print(f"Tokens: {len(output.outputs[0].token_ids)}")
-    if before < len(token_times):
-        gap = token_times[before] - token_times[before - 1]
+    # Tokens of steps before the pause may still be on their way when it is reached.
+    after = token_times[before - 1 :]
+    if len(after) > 1:
+        gap = max(later - earlier for earlier, later in itertools.pairwise(after))
         print(f"Paused: {gap >= PAUSE_DURATION * 0.9}")
     engine.shutdown()
 
