@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+from ports import free_port
 
 RAISES = 1530
 NANS = 1531
@@ -136,9 +136,7 @@ class Server:
         self.folder = folder
         self.log = folder / "server.log"
         (folder / "tmp").mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # A process is found by its environment, whoever its parent is.
         path = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))

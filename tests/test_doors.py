@@ -19,6 +19,7 @@ import psutil
 import pytest
 from faulty_server import FLAGS, PROGRAM, Server, wait_for
 from listening import Listener, listeners, shared_memory
+from ports import free_port
 from processes import wait_until_gone
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -64,12 +65,6 @@ def check(topology: str, found: list[Listener]) -> None:
     listening = {(process_of(one), one.kind, one.reach): one for one in found}
     assert listening.keys() - rows == set(), [listening[one] for one in listening.keys() - rows]
     assert rows - listening.keys() == set(), found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from zlib import crc32
 import pytest
 import torch
 import zmq
+from ports import free_port
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm_devkit import make_checkpoint, randomize
@@ -80,22 +81,6 @@ def prompts(*lengths: int, seed: int = 5) -> list[dict[str, list[int]]]:
 PROMPTS = prompts(70, 66, 60, 71)
 
 
-def free_port(host: str = "127.0.0.1", count: int = 2) -> int:
-    """A port that is free, with those after it."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        try:
-            for number in range(1, count):
-                with socket.socket() as probe:
-                    probe.bind((host, port + number))
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no ports are free")
-
-
 def engine(model: Path, own: dict[str, Any] | None = None, **more: Any) -> LLM:
     option = {} if own is None else {"kv_transfer": own}
     return LLM(str(model), plugin_option=option, **SMALL | more)
@@ -156,7 +141,7 @@ def decode(llm: LLM, prompt: Any, transfer: Any, **params: Any) -> tuple[Any, in
 @contextmanager
 def pair(model: Path, host: str = "127.0.0.1", own: Any = None, **more: Any) -> Iterator[Any]:
     """A prefill engine, and a decode engine that knows it."""
-    address = f"{host}:{free_port(host)}"
+    address = f"{host}:{free_port(host, count=2)}"
     with (
         engine(model, {"listen": address, **(own or {})}, **more) as first,
         engine(model, {"peers": [address], **(own or {})}, **more) as second,
@@ -231,7 +216,7 @@ class Liar:
         """`blocks`: those that it says it has; it is to `answer`."""
         import hashlib
 
-        self.address = Address("127.0.0.1", free_port(count=1))
+        self.address = Address("127.0.0.1", free_port())
         self.blocks = blocks
         self.answer: Any = None
         self._context = zmq.Context()
@@ -339,7 +324,7 @@ def test_a_peer_that_lies_costs_no_token(llama, lie):
 def test_a_peer_that_is_none(llama, make_llama, why, monkeypatch):
     """Without waiting for long, the request computes itself."""
     expected = alone(llama, PROMPTS[0])
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port(count=2)}"
     more = {"listen": address}
     model = llama
     if why == "other weights":
@@ -386,7 +371,7 @@ def test_others_go_on_while_a_request_waits(llama):
 
 def test_a_thousand_transfers_that_nobody_fetches_leave_nothing(llama):
     """Leases end, and the budget is kept meanwhile."""
-    own = {"listen": f"127.0.0.1:{free_port()}", "lease": 1.0, "memory": "256KiB"}
+    own = {"listen": f"127.0.0.1:{free_port(count=2)}", "lease": 1.0, "memory": "256KiB"}
     with engine(llama, own) as llm:
         store = store_of(llm)
         params = SamplingParams(

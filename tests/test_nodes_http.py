@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from faulty_server import PROGRAM, RAISES, wait_for
+from ports import free_port
 from toolkit_lm import LLM, SamplingParams
 
 ADDRESSES = ("10.199.78.1", "10.199.78.2")
@@ -133,9 +134,7 @@ def test_chats_over_two_machines_one_of_which_dies(serve, worker, machines, tmp_
         [alone] = llm.chat(
             TALK, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False
         )
-    with socket.socket() as free:
-        free.bind((machines[0], 0))
-        master = f"{machines[0]}:{free.getsockname()[1]}"
+    master = f"{machines[0]}:{free_port(machines[0])}"
     flags = [
         "--tensor-parallel-size",
         "2",

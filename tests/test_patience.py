@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port, is_free
 from processes import living, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +166,42 @@ def test_a_process_that_ends_while_it_is_looked_at_is_no_error():
 def test_a_look_at_a_process_is_found():
     line = "psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE"
     assert list(looks_at_processes(line)) == [1, 1]
+
+
+def probed_ports(source: str) -> Iterator[int]:
+    """Lines that let the kernel choose a port and give it back: another may have it by its use."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.With) and "socket()" in ast.unparse(node.items[0]):
+            calls = [ast.unparse(one) for one in ast.walk(node) if isinstance(one, ast.Call)]
+            is_chosen = any(".bind((" in call and call.endswith(", 0))") for call in calls)
+            if is_chosen and not any(call.endswith(".listen()") for call in calls):
+                yield node.lineno
+
+
+def test_a_port_is_free_until_it_is_used():
+    found = {file.relative_to(ROOT): list(probed_ports(file.read_text())) for file in FILES}
+    assert {str(file): lines for file, lines in found.items() if lines} == {}, (
+        "use free_port of tests/ports.py, or keep the socket"
+    )
+
+
+def test_a_probed_port_is_found():
+    probe = """
+with socket.socket() as free:
+    free.bind((host, 0))
+    {}port = free.getsockname()[1]"""
+    assert list(probed_ports(probe.format(""))) == [2]
+    assert list(probed_ports(probe.format("free.listen(); "))) == []
+
+
+def test_no_port_is_given_twice():
+    firsts = [free_port(count=2) for _ in range(50)]
+    ports = {port + number for port in firsts for number in range(2)}
+    assert len(ports) == 100 and max(ports) < 32768
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        assert not is_free("127.0.0.1", taken.getsockname()[1])
 
 
 def test_a_process_that_has_ended_is_not_alive():

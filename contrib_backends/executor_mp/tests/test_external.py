@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.distributed import Group
 from toolkit_lm.errors import ConfigError, EngineDeadError, UnsupportedError
@@ -23,10 +23,8 @@ PARAMS = {"temperature": 0.8, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 
 def launched(model, prompts, world=2, **options):
     """Runs a process for each rank, as torchrun does. Returns their code, stdout and stderr."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": str(world), **address}
     processes = [
         subprocess.Popen(
             [

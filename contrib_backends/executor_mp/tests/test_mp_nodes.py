@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+from ports import free_port
 from processes import wait_until_gone
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
@@ -58,9 +59,7 @@ def key(monkeypatch):
 
 @pytest.fixture
 def master():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def worker(

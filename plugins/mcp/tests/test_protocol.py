@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from mcp_stub import TOOLS, serving
+from ports import free_port
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm_mcp import Options
 from toolkit_lm_mcp.connection import check_headers, check_url
@@ -104,9 +105,7 @@ async def test_a_server_that_misbehaves(stub, change, message):
 
 
 async def test_a_server_that_is_not_there():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host = f"127.0.0.1:{free.getsockname()[1]}"
+    host = f"127.0.0.1:{free_port()}"
     own = {"type": "mcp", "server_label": "a", "server_url": f"http://{host}"}
     with pytest.raises(ApiError, match="cannot be reached"):
         await Tools([own], Options(private_hosts=[host])).open()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 
 import psutil
 import pytest
+from ports import free_port
 
 # Ray's own waits, which are short for a busy machine: what starts late is killed and started again.
 PATIENCE = {
@@ -66,9 +66,7 @@ def port(cluster):
     """The port at which Ray Serve listens."""
     from ray import serve
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": number})
     yield number
     serve.shutdown()

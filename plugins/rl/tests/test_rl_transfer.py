@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from test_rl_server import asked, served, tokens
 from toolkit_lm_rl import transfer
@@ -19,12 +19,6 @@ DTYPES = [
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn),
     *(torch.int8, torch.int64),
 ]
-
-
-def get_open_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def init_info(port: int, **changes) -> dict:
@@ -59,7 +53,7 @@ async def test_a_trainer_sends_its_weights(policies, tmp_path):
     new = load_file(policies / "new" / "model.safetensors")
     async with served(policies, own={"weight_transfer": "gloo"}, admin_routes=True) as client:
         before = await tokens(client)
-        group = await met(client, get_open_port())
+        group = await met(client, free_port())
         await asked(client, "POST", "/start_weight_update")
         names = [*new]
         for part in (names[:3], names[3:]):
@@ -118,7 +112,7 @@ async def test_a_group_of_others_is_refused(changes, culprit):
 
 @pytest.mark.anyio
 async def test_a_trainer_that_does_not_come_is_an_error():
-    info = InitInfo(**init_info(get_open_port())["init_info"])
+    info = InitInfo(**init_info(free_port())["init_info"])
     with pytest.raises(ApiError, match="No trainer was met"):
         await Transfer(is_on=True, world_size=1, seconds=0.5).join(info)
 
@@ -140,7 +134,7 @@ def test_what_is_announced_is_checked(fields, text):
 
 def test_every_dtype_arrives_bit_by_bit():
     """Between three ranks, from each of them."""
-    port = get_open_port()
+    port = free_port()
     found: dict[int, list[torch.Tensor]] = {}
 
     def rank(number: int) -> None:
@@ -169,7 +163,7 @@ def test_every_dtype_arrives_bit_by_bit():
 
 
 def test_a_group_that_was_left_says_so():
-    group = WeightGroup("127.0.0.1", get_open_port(), 0, 1)
+    group = WeightGroup("127.0.0.1", free_port(), 0, 1)
     group.close()
     with pytest.raises(WeightGroupError, match="was left"):
         group.broadcast(torch.zeros(1), 0)

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from ports import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 260
@@ -503,9 +504,7 @@ def gate(tmp_path, monkeypatch):
 @pytest.fixture
 def gated(checkpoint, gate):
     """A server that waits for the file. Gives the server, its URL and the file."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = Server(
         str(checkpoint), *FLAGS, "--port", str(port), "--routes", "gated", "--log-level", "warning"
     )
@@ -788,9 +787,7 @@ def redirected(checkpoint):
     made = []
 
     def start(redirection):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         command = [
             sys.executable,
             "-c",
