@@ -7,6 +7,7 @@ import logging
 
 import httpx
 import pytest
+from toolkit_lm.errors import EngineDeadError
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.lifecycle import Lifecycle
 from toolkit_lm_server.listening import bind
@@ -79,3 +80,23 @@ async def test_without_a_delay_it_ends_at_once(lifecycle):
     server._stopped = True
     await asyncio.wait_for(running, 60)
     assert server._readiness.draining
+
+
+async def test_a_host_starts_and_stops_it(lifecycle):
+    """Without signals: it is started when the engine is ready, and what keeps the engine from
+    starting is raised."""
+    server, url = lifecycle(shutdown_timeout=5)
+    serving = await server.start()
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{url}/health")).status_code == 200
+    server.stop()
+    await serving
+
+    server, url = lifecycle()
+    server._making.result().wait_ready = failing
+    with pytest.raises(EngineDeadError, match="it has no weights"):
+        await server.start()
+
+
+async def failing():
+    raise EngineDeadError("it has no weights")

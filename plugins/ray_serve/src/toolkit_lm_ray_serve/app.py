@@ -42,7 +42,8 @@ def make(config: Mapping[str, Any]) -> Application:
         max_ongoing_requests=_MOST,
         graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
     )
-    bound = engines.bind(settings.engine, settings.server, key, scaling.drain_timeout)
+    own = {"api_key": [key], "shutdown_timeout": scaling.drain_timeout}
+    bound = engines.bind(settings.engine, {**settings.server, **own})
     made: Application = front.bind(bound, {**settings.router, "backend_key": key})
     return made
 

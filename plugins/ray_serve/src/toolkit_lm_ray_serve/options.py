@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
-import msgspec
 from msgspec import Struct
 from toolkit_lm.config import VllmConfig, option, options_of
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_server.options import ServerOptions
-
-SectionT = TypeVar("SectionT", bound=Struct)
 
 
 class Scaling(Struct, frozen=True, kw_only=True):
@@ -35,14 +32,14 @@ class Scaling(Struct, frozen=True, kw_only=True):
             )
 
 
-_RAYS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+_ADDRESS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 """Options of an address: Ray Serve listens."""
-_GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
-    "server": (ServerOptions, (*_RAYS, "api_key", "api_keys_file", "ui")),
-    "router": (RouterOptions, (*_RAYS, "backend", "shutdown_timeout")),
-    "scaling": (Scaling, ()),
+_SET_HERE = {
+    "server": (*_ADDRESS, "api_key", "api_keys_file", "ui", "shutdown_timeout", "drain_delay"),
+    "router": (*_ADDRESS, "backend", "shutdown_timeout"),
+    "scaling": (),
 }
-"""The options of each group, and those that the app sets by itself."""
+"""The groups of options, and the options of each that the app sets by itself."""
 
 
 class Settings(NamedTuple):
@@ -57,37 +54,33 @@ class Settings(NamedTuple):
 def read(config: Mapping[str, Any]) -> Settings:
     """Checks a config. Raises ConfigError."""
     engine: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _SET_HERE}
     for name, value in config.items():
         group, dot, key = name.partition(".")
-        if group in groups and dot:
-            groups[group][key] = value
-        elif name in groups:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{name!r} must be a dict of options, not {value!r}.")
-            groups[name].update(value)
-        else:
+        if group not in groups:
             engine[name] = value
-    made = VllmConfig.make(**engine)
-    if made.parallel.data_parallel_size > 1:
+        elif dot:
+            groups[group][key] = value
+        elif isinstance(value, Mapping):
+            groups[group].update(value)
+        else:
+            raise ConfigError(f"{name!r} must be a dict of options, not {value!r}.")
+    if VllmConfig.make(**engine).parallel.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: in place of it, the app has replicas.")
-    converted = {name: _converted(name, values) for name, values in groups.items()}
-    _section(ServerOptions, converted["server"])
-    _section(RouterOptions, converted["router"])
-    scaling = _section(Scaling, converted["scaling"])
-    return Settings(engine, converted["server"], converted["router"], scaling)
+    server = _converted("server", ServerOptions, groups["server"])
+    router = _converted("router", RouterOptions, groups["router"])
+    scaling = _converted("scaling", Scaling, groups["scaling"])
+    return Settings(engine, server, router, Scaling(**scaling))
 
 
-def _converted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    kind, set_here = _GROUPS[group]
-    known = {each.name: each for each in options_of(kind) if each.name not in set_here}
+def _converted(group: str, kind: type[Struct], values: Mapping[str, Any]) -> dict[str, Any]:
+    known = {o.name: o for o in options_of(kind) if o.name not in _SET_HERE[group]}
     for name in values:
-        if name in set_here:
+        if name in _SET_HERE[group]:
             raise ConfigError(f"{group}.{name} is not yours to set: Ray Serve, or the app, does.")
         if name not in known:
             raise ConfigError(f"unknown option '{group}.{name}'. {nearest(name, known)}")
-    return {name: known[name].convert(value, f"{group}.{name}") for name, value in values.items()}
-
-
-def _section(kind: type[SectionT], values: dict[str, Any]) -> SectionT:
-    return msgspec.structs.replace(kind(), **values)
+    made = {name: known[name].convert(value, f"{group}.{name}") for name, value in values.items()}
+    # Values that do not go together are refused.
+    kind(**made)
+    return made

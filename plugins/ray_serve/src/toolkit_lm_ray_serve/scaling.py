@@ -23,7 +23,9 @@ class Signals:
         self.num_before = 0.0
         """Requests that wait in the front, for each engine."""
         self._max_num_seqs = max_num_seqs
-        self._load: LoadEvent | None = None
+        self._load = LoadEvent(
+            time=0.0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=0
+        )
         self._num_started = 0
         self._since: float | None = None
         """Time since which requests wait; None: none does."""
@@ -39,14 +41,9 @@ class Signals:
         """`wait`: estimated seconds until a new request is scheduled. `fill`: used part of the KV
         cache or of the batch's rows, whichever is fuller."""
         load = self._load
-        in_queue = 0 if load is None else load.num_waiting
-        return {"wait": self._wait(in_queue + self.num_before), "fill": self._fill()}
-
-    def _fill(self) -> float:
-        if self._load is None:
-            return 0.0
-        blocks = self._load.num_used_blocks / max(self._load.num_total_blocks, 1)
-        return max(blocks, min(self._load.num_running / self._max_num_seqs, 1.0))
+        blocks = load.num_used_blocks / max(load.num_total_blocks, 1)
+        rows = min(load.num_running / self._max_num_seqs, 1.0)
+        return {"wait": self._wait(load.num_waiting + self.num_before), "fill": max(blocks, rows)}
 
     def _wait(self, num_waiting: float) -> float:
         now = time.monotonic()

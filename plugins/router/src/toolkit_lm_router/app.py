@@ -41,14 +41,10 @@ _MOST_BACKENDS = 10_000
 class Router:
     """Handlers of the router's own routes."""
 
-    def __init__(
-        self, fleet: Fleet, proxy: Proxy, metrics: RouterMetrics, tend: Callable[[], None]
-    ) -> None:
-        """`tend`: is called when backends were added or removed."""
+    def __init__(self, fleet: Fleet, proxy: Proxy, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._proxy = proxy
         self._metrics = metrics
-        self._tend = tend
 
     async def live(self) -> dict[str, Any]:
         """200 while the router runs."""
@@ -103,9 +99,7 @@ class Router:
         known = self._fleet.backends.get(url)
         if known is not None and known.role != body.role:
             raise ApiError(400, f"{url} has the role {known.role}: remove it first.", param="role")
-        backend = self._fleet.add(url, body.role)
-        self._tend()
-        return _info(backend)
+        return _info(self._fleet.add(url, body.role))
 
     async def drain_backend(self, body: BackendBody) -> dict[str, Any]:
         """Sends a backend no new requests. Those that it has go on; `inflight` is 0 when they have
@@ -118,7 +112,6 @@ class Router:
         """Forgets a backend. Requests that it has go on."""
         backend = self._find(body.url)
         self._fleet.remove(backend)
-        self._tend()
         return _info(backend)
 
     def _find(self, url: str) -> Backend:
@@ -157,15 +150,11 @@ def _info(backend: Backend) -> dict[str, Any]:
 
 
 def create_app(
-    options: RouterOptions,
-    fleet: Fleet,
-    proxy: Proxy,
-    metrics: RouterMetrics,
-    tend: Callable[[], None] = lambda: None,
+    options: RouterOptions, fleet: Fleet, proxy: Proxy, metrics: RouterMetrics
 ) -> FastAPI:
-    """The router as an app. `tend`: is called when backends were added or removed."""
+    """The router as an app."""
     server = options.server
-    router = Router(fleet, proxy, metrics, tend)
+    router = Router(fleet, proxy, metrics)
     app = make_app(server)
     routes = APIRouter(route_class=route_class(server, proxy.keys))
     for path, handler in (("/live", router.live), ("/health", router.health)):

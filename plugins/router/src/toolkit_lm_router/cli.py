@@ -13,12 +13,11 @@ import time
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_commands import engine_command
 from toolkit_lm_server.hosts import HostCheck, host_names
-from toolkit_lm_server.lifecycle import InFlight, KnownClient
+from toolkit_lm_server.lifecycle import InFlight, logged
 from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import listen, tls_context, url_of
 from toolkit_lm_server.log import ACCESS, announce, configure
 from toolkit_lm_server.reloading import Reloading
-from toolkit_lm_server.request_log import RequestLog
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.supervisor import Supervisor
 from toolkit_lm_server.title import set_title
@@ -88,8 +87,7 @@ class Running:
         async with self._routing as routing:
             in_flight = InFlight(routing.app)
             checked = HostCheck(in_flight, host_names(server, self._listener))
-            logged = RequestLog(checked, routing.metrics, all_requests=server.access_log)
-            http = HttpServer(KnownClient(logged), server, self._context)
+            http = HttpServer(logged(checked, routing.metrics, server), server, self._context)
             reloading = Reloading(server, routing.proxy.keys, http.bounded, Supervisor())
             serving = asyncio.create_task(http.serve(sockets=[self._listener]))
             try:

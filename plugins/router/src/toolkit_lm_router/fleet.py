@@ -91,6 +91,8 @@ class Fleet:
         self._groups: dict[tuple[Role, str | None], _Group] = {}
         self.changed: Callable[[], None] = lambda: None
         """Is called when a request may have got a place."""
+        self.tend: Callable[[], None] = lambda: None
+        """Is called when backends were added or removed."""
         for url in dict.fromkeys(options.backend):
             self.add(url)
         for url in dict.fromkeys(options.prefill_backend):
@@ -107,6 +109,7 @@ class Fleet:
         number = next(n for n in range(len(self.backends) + 1) if n not in self._by_number)
         made = Backend(url, number, self._most, role)
         self.backends[url] = self._by_number[number] = made
+        self.tend()
         return made
 
     def remove(self, backend: Backend) -> None:
@@ -115,6 +118,7 @@ class Fleet:
         del self.backends[backend.url]
         del self._by_number[backend.number]
         self.policy.index.clear(backend.number)
+        self.tend()
 
     def set_state(self, backend: Backend, state: State, reason: str = "") -> None:
         """A backend's state has changed. One that is down has lost its cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 from toolkit_lm_router.app import create_app
@@ -13,6 +14,9 @@ from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_router.proxy import Proxy
 from toolkit_lm_router.upstream import Upstream, Watch
 
+_SILENCE = 30.0
+"""Seconds after which a backend that announced itself, and says nothing more, is forgotten. It gets
+no requests before, where it does not answer."""
 _LOOK = 0.05
 """Seconds from one look at the queue to the next: backends that rested may have room again."""
 
@@ -23,6 +27,8 @@ class Routing:
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self.fleet = Fleet(options)
+        self._heard: dict[str, float] = {}
+        """When each backend that announced itself was heard last, by URL."""
         self._ending = AsyncExitStack()
 
     async def __aenter__(self) -> Routing:
@@ -33,7 +39,8 @@ class Routing:
             self.metrics = RouterMetrics(self.fleet, lambda: len(self.proxy.queues))
             self.watch = Watch(self.fleet, upstream, options.health_interval)
             ending.push_async_callback(self.watch.close)
-            self.app = create_app(options, self.fleet, self.proxy, self.metrics, self.watch.tend)
+            self.app = create_app(options, self.fleet, self.proxy, self.metrics)
+            self.fleet.tend = self.watch.tend
             self.watch.tend()
             looking = asyncio.create_task(self._look())
             ending.callback(looking.cancel)
@@ -42,6 +49,24 @@ class Routing:
 
     async def __aexit__(self, *_: object) -> None:
         await self._ending.aclose()
+
+    async def announce(self, url: str) -> float:
+        """A backend says where it is, again and again. Returns the requests that wait in the router
+        for each backend."""
+        now = self._heard[url] = time.monotonic()
+        backend = self.fleet.add(url)
+        for silent in [known for known, heard in self._heard.items() if now - heard > _SILENCE]:
+            self.leave(silent)
+        if not backend.is_ready:
+            await self.watch.check(backend)
+        return len(self.proxy.queues) / max(self.fleet.num_ready(None), 1)
+
+    def leave(self, url: str) -> None:
+        """A backend that announced itself is to end: it gets no new requests. Those that it has go
+        on."""
+        self._heard.pop(url, None)
+        if (backend := self.fleet.backends.get(url)) is not None:
+            self.fleet.remove(backend)
 
     async def _look(self) -> None:
         while True:

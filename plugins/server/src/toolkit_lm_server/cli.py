@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
@@ -66,13 +66,29 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     serve_engine(config, options, plugins)
 
 
+class EngineParts(NamedTuple):
+    """The parts of a Lifecycle that serves one engine."""
+
+    make: Callable[[], AsyncLLM]
+    make_app: MakeApp[AsyncLLM]
+    metrics: Metrics
+    threads: SharedThreads | None
+    make_page: Callable[[], Page | None]
+
+
 def serve_engine(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serves an engine until a signal ends it. Raises ToolkitError."""
+    make, make_app, metrics, threads, make_page = engine_parts(config, options, plugins)
+    run("serve", make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
+
+
+def engine_parts(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> EngineParts:
+    """The parts that serve an engine. Raises ConfigError for an option that is known to be wrong
+    before the engine starts."""
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics(model_name=config.served_model_name)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
-    # Checks that can fail at once run before the engine starts.
     check_names(plugins, options.routes)
     process = early_process()
 
@@ -98,7 +114,7 @@ def serve_engine(config: VllmConfig, options: ServerOptions, plugins: Plugins) -
 
     # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    run("serve", make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
+    return EngineParts(make, make_app, metrics, threads, make_page)
 
 
 @engine_command(ServerOptions)

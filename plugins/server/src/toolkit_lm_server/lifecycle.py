@@ -32,10 +32,10 @@ from toolkit_lm_server.limits.connections import HttpServer
 from toolkit_lm_server.listening import UNIX, url_of
 from toolkit_lm_server.log import announce, fields
 from toolkit_lm_server.metrics import Metrics
-from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.options import HttpOptions, ServerOptions
 from toolkit_lm_server.reloading import Reloading
 from toolkit_lm_server.report import Throughput, report_start
-from toolkit_lm_server.request_log import RequestLog
+from toolkit_lm_server.request_log import AnswerCounter, RequestLog
 from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.supervisor import Supervisor
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
@@ -105,6 +105,11 @@ class KnownClient:
         await self._app(scope, receive, send)
 
 
+def logged(app: ASGIApp, metrics: AnswerCounter, options: HttpOptions) -> ASGIApp:
+    """The app, whose requests are logged and counted."""
+    return KnownClient(RequestLog(app, metrics, all_requests=options.access_log))
+
+
 class _NoEngine:
     """Stands in for an engine that is being made."""
 
@@ -154,25 +159,43 @@ class Lifecycle:
         self._gate = StartGate(early, self._keys, start_timeout)
         self._in_flight = InFlight(wrapped(self._gate, options))
         checked = HostCheck(self._in_flight, host_names(options, listener))
-        self._server = HttpServer(
-            KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)),
-            options,
-            context,
-        )
+        self._server = HttpServer(logged(checked, metrics, options), options, context)
         self._page = page
+        self._is_started = False
         self._stopped = False
         self._supervisor = supervisor or Supervisor()
         self._reloading = Reloading(options, self._keys, self._server.bounded, self._supervisor)
         self._has_terminal = _has_terminal()
 
     async def run(self) -> None:
-        """Runs the server to its end. Raises the error that kept the engine from starting, and
-        EngineDeadError when the engine has died."""
+        """Serves until a signal comes. The second one ends the process at once. Raises as
+        `serve`."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(self._threads or SharedThreads())
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        await self.serve()
+
+    async def start(self) -> asyncio.Task[None]:
+        """Serves in a task, and returns it when the engine is ready. Raises as `serve`."""
+        serving = asyncio.create_task(self.serve())
+        opening = asyncio.create_task(self._gate.wait())
+        try:
+            await asyncio.wait([serving, opening], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opening.cancel()
+        if not self._is_started:
+            await serving
+        return serving
+
+    def stop(self) -> None:
+        """Drains the server, and ends it."""
+        self._stopped = True
+
+    async def serve(self) -> None:
+        """Serves until `stop`. Raises the error that kept the engine from starting, and
+        EngineDeadError when the engine has died."""
+        asyncio.get_running_loop().set_default_executor(self._threads or SharedThreads())
         if self._making.done():
             # An immediate failure is reported without a server's words around it.
             self._making.result()
@@ -202,6 +225,7 @@ class Lifecycle:
             garbage = Garbage()
             throughput = Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
+            self._is_started = True
             self._gate.open()
             status = f"Serving {engine.served_model_name} at {self._url}"
             announce(status, self._options)
@@ -306,13 +330,13 @@ class Lifecycle:
             # A server of several models has more files.
             getattr(self._readiness.engine, "ask_reload", lambda: None)()
 
-    def _stop(self, number: int) -> None:
+    def _signalled(self, number: int) -> None:
         if self._stopped:
             wait([close(self._making)], _DEAD)
             sys.stdout.flush()
             # At once: nothing else is waited for.
             os._exit(128 + number)
-        self._stopped = True
+        self.stop()
 
 
 def _has_terminal() -> bool:

@@ -65,6 +65,10 @@ class RequestLog:
         self._all = all_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # The lifespan.
+            await self._app(scope, receive, send)
+            return
         start = time.perf_counter()
         answer = _Answer(send)
         try:

@@ -31,6 +31,10 @@ class StartGate:
         """Lets all requests through: the engine is ready, or has failed."""
         self._opened.set()
 
+    async def wait(self) -> None:
+        """Returns when it is open."""
+        await self._opened.wait()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._opened.is_set() and self._waits(scope):
             with suppress(TimeoutError):
