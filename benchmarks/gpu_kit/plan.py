@@ -92,6 +92,7 @@ class Kit:
         for value, name in (("0", "cuDNN where torch has it"), ("1", "cuDNN last")):
             yield module(name, "sdpa_order", *self._short, **{NO_CUDNN: value})
         yield module("quantized products", "quantized", *self._short)
+        yield module("recurrent states", "states", *self._short)
         yield module("inductor", "smoke", *self._device, "--cases", "inductor")
 
     def shapes(self) -> Iterator[Job]:

@@ -16,6 +16,7 @@ KITS = {
     "contrib_backends/triton/tests/test_triton_kernels.py": "",
     "contrib_backends/triton/tests/test_triton_quantized.py": "",
     "contrib_backends/triton/tests/test_triton_low_rank.py": "",
+    "contrib_backends/triton/tests/test_triton_states.py": "",
     "contrib_backends/triton/tests/test_triton_engine.py": "",
     "tests/test_parity_llama.py": "OnCuda",
     "tests/test_attention_masks.py": "cuda",

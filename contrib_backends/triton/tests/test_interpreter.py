@@ -46,13 +46,14 @@ def interpret(*arguments: str, **environ: str) -> None:
 
 FEW = (
     "row_without_keys or large_scores or many_scores or rotated_into or (launch and plain) or "
-    "rows_that_have_several"
+    "rows_that_have_several or single_tokens or a_scan"
 )
 """Tests of kernels, and a decode in a graph."""
 TESTS = (
     "test_triton_kernels.py",
     "test_triton_graphs.py",
     "test_triton_low_rank.py",
+    "test_triton_states.py",
     "test_triton_quantized.py",
     "test_triton_kit.py",
     "test_triton_engine.py",
@@ -60,7 +61,7 @@ TESTS = (
 
 
 def test_some_kernels() -> None:
-    interpret(*TESTS[:3], "-k", FEW, "-m", "not nightly")
+    interpret(*TESTS[:4], "-k", FEW, "-m", "not nightly")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 from toolkit_lm_triton.device import LAUNCH, interprets
 from toolkit_lm_triton.layers import GATES
 from toolkit_lm_triton.pieces import COLUMNS, SPLIT
+from toolkit_lm_triton.states import chunk_of, columns_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -74,6 +75,7 @@ def compiled(
     constants: dict[str, Any],
     capability: int = 90,
     warps: int = 4,
+    **options: int,
 ) -> Any:
     """Arguments without a type are int32. A pointer that is not given is a constant, None."""
     import triton
@@ -90,7 +92,9 @@ def compiled(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}
     )
     made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **LAUNCH}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, **LAUNCH, **options},
     )
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_MEMORY[capability]
@@ -300,3 +304,49 @@ def test_low_ranks(dtype, capability) -> None:
     ]
     if dtype != "fp32":
         assert all("mma" in one.asm["ptx"] for one in made), "products do not run on tensor cores"
+
+
+@pytest.mark.parametrize(
+    ("keys", "delta", "per_key", "capability"),
+    [
+        (256, False, False, 80),
+        *(
+            pytest.param(keys, True, per_key, 80, marks=pytest.mark.slow)
+            for keys, per_key in ((128, False), (128, True), (96, False))
+        ),
+        pytest.param(128, True, False, 90, marks=pytest.mark.nightly),
+    ],
+)
+def test_linear_attention(keys, delta, per_key, capability) -> None:
+    """The gated delta rule of Qwen3-Next, of Kimi Linear and of OLMo, and Mamba-2 of Bamba."""
+    from toolkit_lm_triton.kernels import recurrence
+
+    filled = 128 if keys == 96 else keys
+    rule = {"DELTA": delta, "PER_KEY": per_key, "HEADS": 32, "GROUPS": 16}
+    sizes = {"KEYS": keys, "KEYS_FILLED": filled}
+    names = "q", "k", "decay", "factor", "v", "out", "scores", "solved", "ring"
+    pointers = {**dict.fromkeys(names, "*fp32"), "scale": "fp32", "eps": "fp32"}
+    pointers |= dict.fromkeys(("tokens", "blocks", "starts"), "*i64")
+
+    def make(kernel: Any, **options: Any) -> Any:
+        own = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
+        constants = {name: options.pop(name) for name in [*options] if name.isupper()}
+        return compiled(kernel, own, rule | sizes | constants, capability, **options)
+
+    chunk = chunk_of(filled)
+    within = make(recurrence.within_chunks, CHUNK=chunk)
+    over = make(
+        recurrence.over_chunks, CHUNK=chunk, VALUES=128, COLUMNS=columns_of(filled), num_stages=1
+    )
+    assert all("mma" in one.asm["ptx"] for one in ([over] if per_key else [within, over]))
+    make(recurrence.recur, VALUES=128, COLUMNS=1024 // filled, warps=1)
+
+
+@pytest.mark.parametrize("size", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_scans(size) -> None:
+    from toolkit_lm_triton.kernels import recurrence
+
+    names = "x", "time", "rates", "into", "out_of", "out", "ring"
+    pointers = dict.fromkeys(names, "*fp32") | dict.fromkeys(("tokens", "blocks", "starts"), "*i64")
+    shape = {"SIZE": size, "SIZE_FILLED": size, "CHANNELS": 1024 // size}
+    compiled(recurrence.scan, pointers, shape, warps=1)

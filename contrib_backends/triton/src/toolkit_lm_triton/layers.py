@@ -16,6 +16,7 @@ from toolkit_lm.model import (
     LinearSpec,
     LowRank,
     QuantizedWeight,
+    StateRows,
     UnquantizedMethod,
 )
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from toolkit_lm_triton.grouped import GroupedProducts
 from toolkit_lm_triton.low_rank import TritonLowRank
 from toolkit_lm_triton.pieces import power_of_2
 from toolkit_lm_triton.quantized import QuantizedMethod, QuantizedProduct, ScaledProduct, is_scaled
+from toolkit_lm_triton.states import States
 
 GATES: Mapping[str, str] = {
     "silu": "silu",
@@ -74,6 +76,7 @@ class TritonKernels(Kernels):
 
         self._kernels: ModuleType = layers
         self._device = "cpu" if interprets() else "cuda"
+        self._states = States(self._device)
 
     def runs(self, x: Tensor) -> bool:
         """Whether the kernels can compute with it. To a compiler, plain torch says more than a
@@ -164,6 +167,33 @@ class TritonKernels(Kernels):
             )
             best, places = parts
         return best[:, 0], places[:, 0]
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        factor: Tensor,
+        eps: float | None,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        return self._states.linear_attention(q, k, v, decay, factor, eps, ring, rows, out)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rates: Tensor,
+        into: Tensor,
+        out_of: Tensor,
+        ring: Tensor,
+        rows: StateRows,
+        out: Tensor,
+    ) -> bool:
+        return self._states.selective_scan(x, time, rates, into, out_of, ring, rows, out)
 
     def has_gate(self, activation: str, x: Tensor) -> bool:
         """Whether `gate` computes that activation of a product of x."""
