@@ -4,6 +4,7 @@ routes."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.json_body import Bodies, read_body
 from toolkit_lm_server.keys import Keys
@@ -25,6 +27,7 @@ from toolkit_lm_model_pool.durations import parse_seconds
 from toolkit_lm_model_pool.model import PooledModel
 from toolkit_lm_model_pool.names import Asked, asked, find
 from toolkit_lm_model_pool.pool import Pool
+from toolkit_lm_model_pool.waiting import Answer, stream_class
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _OLLAMA = "/api/"
@@ -73,19 +76,20 @@ class Dispatch:
             await self._router(scope, receive, send)
             return
         request = Request(scope, receive)
-        begun = _Begun(send)
+        answer = Answer(request, send)
         try:
-            await self._answer(request, begun)
+            await self._answer(request, answer)
         except ClientDisconnect:
-            await self._refuse(Response(status_code=499), request, begun)
+            if not answer.is_early:
+                await self._refuse(Response(status_code=499), request, answer)
         except Exception as error:
-            if begun.is_begun:
+            if answer.is_begun:
                 raise
             response = as_api_error(error).response()
             self._metrics.refused(response.status_code)
-            await self._refuse(response, request, begun)
+            await self._refuse(response, request, answer)
 
-    async def _refuse(self, response: Response, request: Request, send: _Begun) -> None:
+    async def _refuse(self, response: Response, request: Request, send: Answer) -> None:
         if not send.is_begun:
             response.headers[REQUEST_ID] = caller_of(request).request_id
             await response(request.scope, request.receive, send)
@@ -101,7 +105,7 @@ class Dispatch:
         scope["raw_path"] = scope["path"].encode()
         return True
 
-    async def _answer(self, request: Request, send: _Begun) -> None:
+    async def _answer(self, request: Request, send: Answer) -> None:
         caller = caller_of(request)
         CALLER.set(caller)
         if self._keys is not None:
@@ -128,15 +132,25 @@ class Dispatch:
             await self._pass_on(request, body, model, found, send)
 
     async def _pass_on(
-        self, request: Request, body: bytes, model: PooledModel, found: Asked, send: _Begun
+        self, request: Request, body: bytes, model: PooledModel, found: Asked, send: Answer
     ) -> None:
         receive = _replay(body, request.receive)
-        async with self._pool.use(model, request.receive) as app:
+        async with AsyncExitStack() as stack:
+            async with send.comments(self._stream_class(request, found), model):
+                app = await stack.enter_async_context(self._pool.use(model, request.receive))
             if app not in self._known:
                 self._known = [*self._known, app][-1:]
             if found.keep_alive is not None and request.url.path.startswith(_OLLAMA):
                 _keep(model, found.keep_alive)
             await app(request.scope, receive, send)
+
+    def _stream_class(self, request: Request, found: Asked) -> type[EventStream] | None:
+        """The class of the stream that a request asks for. None: it asks for none that may have
+        comments, or the operator wants none."""
+        if not found.streams or self._options.sse_keep_alive is None:
+            return None
+        scope = request.scope
+        return stream_class(scope["path"].removeprefix(scope.get("root_path", "")))
 
     def _is_unknown(self, scope: Scope) -> bool:
         """Whether no route has the path, as far as that is known."""
@@ -146,18 +160,6 @@ class Dispatch:
             for app in self._known
             for spelled in (path, f"/v1{path}")
         )
-
-
-class _Begun:
-    """Sends an answer, and knows whether it has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_begun = False
-
-    async def __call__(self, message: Message) -> None:
-        self.is_begun = True
-        await self._send(message)
 
 
 def _keep(model: PooledModel, keep_alive: object) -> None:

@@ -51,7 +51,11 @@ class Listing:
     async def running(self) -> dict[str, Any]:
         """The models that have a process, as llama-swap lists them."""
         found = [
-            {"model": model.name, "state": _SWAP[model.state]}
+            {
+                "model": model.name,
+                "state": _SWAP[model.state],
+                "progress": model.progress(time.monotonic()),
+            }
             for model in self._models()
             if model.state in _SWAP
         ]

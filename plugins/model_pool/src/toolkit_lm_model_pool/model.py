@@ -145,6 +145,8 @@ class PooledModel:
         """No entry names it any more."""
         self.keep_alive = settings.keep_alive
         self.ready_since = self.last_used = 0.0
+        self.began = 0.0
+        """Time at which the last load or waking up began."""
         self.load_seconds = 0.0
         self.wait_seconds = 0.0
         """Seconds that requests have waited for it, altogether."""
@@ -208,6 +210,19 @@ class PooledModel:
         """Time from which somebody waits for the model. None: nobody does."""
         times = [time for time in (self.wanted_since,) if time is not None]
         return min([*times, self.waiters[0][0]] if self.waiters else times, default=None)
+
+    def progress(self, now: float) -> int | None:
+        """Share of a load or a waking up that is done, in percent: by the time that the last one
+        took, else by the memory that it has taken so far. None: there is no load."""
+        if self.state != "loading":
+            return None
+        if seconds := self.wake_seconds if self.sleep_level else self.load_seconds:
+            share = (now - self.began) / seconds
+        elif self.need is not None:
+            share = self.resident / (self.need.process + self.need.weights)
+        else:
+            share = 0.0
+        return min(int(100 * share), 99)
 
     def used(self, now: float) -> None:
         """Counts a use."""
@@ -380,7 +395,8 @@ class PooledModel:
         """Takes in what was measured. At the start no page of the KV cache may have been touched
         yet: it counts besides."""
         self.resident = resident
-        if not self._is_on_cpu or not resident:
+        is_loading = self.state == "loading" and not at_start
+        if not self._is_on_cpu or not resident or is_loading:
             return
         if self.sleep_level:
             self._asleep[self.sleep_level] = resident
@@ -402,6 +418,7 @@ class PooledModel:
         return {
             "state": self.state,
             "reason": self.reason or None,
+            "progress": self.progress(time.monotonic()),
             "bytes_needed": self.charge or None,
             "bytes_resident": self.resident,
             "requests_in_flight": self.in_flight,

@@ -26,7 +26,7 @@ _TAG = ":latest"
 _MOST_NAMES = 50
 """Most names that an error lists."""
 _BOUNDARY = re.compile(r'boundary="?([^";\s]{1,200})"?', re.IGNORECASE)
-_FIELD = re.compile(rb'name="?model"?(?:[;\r]|$)', re.IGNORECASE)
+_FIELD = rb'name="?%b"?(?:[;\r]|$)'
 
 
 class _Named(Struct):
@@ -37,6 +37,7 @@ class _Named(Struct):
     keep_alive: Any = UNSET
     prompt: Any = UNSET
     messages: Any = UNSET
+    stream: Any = UNSET
 
 
 class Asked(Struct, frozen=True):
@@ -48,6 +49,8 @@ class Asked(Struct, frozen=True):
     """Ollama's field. None: the body has none."""
     is_empty: bool = False
     """The body has neither a prompt nor messages."""
+    streams: bool = False
+    """The body asks for a stream."""
 
     @property
     def unloads(self) -> bool:
@@ -64,7 +67,8 @@ async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
     if not body:
         return Asked(query)
     if kind.lower().startswith("multipart/form-data"):
-        return Asked(_of_form(body, kind) or query)
+        streams = _of_form(body, kind, b"stream") in ("true", "True", "1")
+        return Asked(_of_form(body, kind, b"model") or query, streams=streams)
     try:
         named = msgspec.json.decode(body, type=_Named)
         found: Mapping[str, Any] = msgspec.structs.asdict(named)
@@ -81,6 +85,7 @@ async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
         name if isinstance(name, str) else query,
         None if keep_alive is UNSET else keep_alive,
         not any(value is not UNSET and value for value in asks),
+        found.get("stream", UNSET) is True,
     )
 
 
@@ -95,14 +100,15 @@ async def _parsed(request: Request, body: bytes, bodies: Bodies) -> Mapping[str,
     return read if isinstance(read, dict) else {}
 
 
-def _of_form(body: bytes, kind: str) -> str | None:
-    """The field `model` of a form with several parts."""
+def _of_form(body: bytes, kind: str, field: bytes) -> str | None:
+    """A field of a form with several parts."""
     match = _BOUNDARY.search(kind)
     if match is None:
         return None
+    wanted = re.compile(_FIELD % field, re.IGNORECASE)
     for part in body.split(b"--" + match[1].encode(errors="surrogateescape")):
         head, _, value = part.partition(b"\r\n\r\n")
-        if len(head) < 1024 and len(value) < 1024 and _FIELD.search(head):
+        if len(head) < 1024 and len(value) < 1024 and wanted.search(head):
             return value.removesuffix(b"\r\n").decode(errors="replace")
     return None
 

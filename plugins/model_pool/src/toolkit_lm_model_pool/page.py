@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +57,13 @@ class PoolPage(Page):
 
     def _view(self) -> dict[str, Any]:
         """The models as they are now."""
+        now = time.monotonic()
         models = [
             {
                 "name": model.name,
                 "state": model.state,
                 "reason": model.reason,
+                "progress": model.progress(now),
                 "bytes": model.charge,
                 "holds": model.holds,
                 "in_flight": model.in_flight,

@@ -375,11 +375,12 @@ class Pool:
         return now - max(model.last_used, model.ready_since) >= model.keep_alive
 
     async def _look(self, now: float) -> None:
-        """Measures the loaded models from time to time."""
+        """Measures the models that have processes, from time to time."""
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        for model in [model for model in self._all if model.state in _STANDING]:
+        states = (*_STANDING, "loading")
+        for model in [model for model in self._all if model.state in states]:
             state = model.state
             resident = await asyncio.to_thread(model.measure)
             if model.state == state:

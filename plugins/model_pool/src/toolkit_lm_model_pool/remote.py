@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 from toolkit_lm_commands import HERE, Key, Url, ask_server, columns
@@ -21,7 +22,7 @@ def ps(url: Url = HERE, api_key: Key = None) -> None:
         rows.append(
             (
                 str(card["id"]),
-                str(card.get("state", "ready")),
+                _state(card),
                 _size(card.get("bytes_needed")),
                 _size(card.get("bytes_resident")),
                 str(card.get("requests_in_flight", "")),
@@ -56,6 +57,12 @@ def unload(
     --admin-routes."""
     done = ask_server("POST", url, "/unload", api_key, {"model": model})
     typer.echo(f"Unloaded: {', '.join(done.get('models', []))}.")
+
+
+def _state(card: Mapping[str, Any]) -> str:
+    state = str(card.get("state", "ready"))
+    progress = card.get("progress")
+    return state if progress is None else f"{state} {progress}%"
 
 
 def _size(num_bytes: object) -> str:

@@ -71,6 +71,9 @@ class PoolCard(Described):
     """State of the model."""
     reason: str | None
     """Reason of a failure. null: there is none."""
+    progress: int | None
+    """Share of the load or the waking up that is done, in percent, as estimated. null: there is
+    none."""
     status: LlamaStatus
     """The same, as llama.cpp's router tells it."""
     bytes_needed: int | None
@@ -129,6 +132,9 @@ class Running(Described):
     """Name of the model."""
     state: Literal["starting", "ready", "asleep", "stopping"]
     """State of the model, by llama-swap's names."""
+    progress: int | None
+    """Share of the load or the waking up that is done, in percent, as estimated. null: there is
+    none."""
 
 
 class RunningList(Described):

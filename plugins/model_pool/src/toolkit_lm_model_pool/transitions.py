@@ -43,6 +43,7 @@ class Transitions:
     def load(self, model: PooledModel) -> None:
         """Begins to load a model, or to wake it up."""
         model.state = "loading"
+        model.began = time.monotonic()
         self._begin(self._wake_up(model) if model.sleep_level else self._load(model))
 
     def sleep(self, model: PooledModel, level: int) -> None:

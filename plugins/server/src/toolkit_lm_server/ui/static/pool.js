@@ -59,7 +59,8 @@ function rowOf(name) {
 }
 
 function fill(row, model) {
-  set(row.state, model.state);
+  const progress = model.progress == null ? "" : ` ${model.progress}%`;
+  set(row.state, model.state + progress);
   row.state.className = `state ${model.state}`;
   row.state.title = model.reason ?? "";
   const figures = [
