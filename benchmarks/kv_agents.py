@@ -75,7 +75,8 @@ def main() -> None:
 def agents(options: argparse.Namespace, longest: int) -> None:
     """Prints the table of the agents' turns."""
     needed = _SHARED + options.sessions * (longest - _SHARED)
-    blocks = needed // _BLOCK // 4
+    # Few sessions: room for the longest of them at least.
+    blocks = max(needed // _BLOCK // 4, longest // _BLOCK + 2)
     how = {"max_model_len": longest + _BLOCK, "max_num_seqs": 2, "num_kv_blocks": blocks}
     with ExitStack() as stack:
         none = stack.enter_context(LLM(options.model, **how))
