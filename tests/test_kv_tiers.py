@@ -318,6 +318,8 @@ class TestMemory(KVTierConformance):
     store = STORE
     tier = TIER
     options = MEMORY.Options(capacity=64)
+    name = "memory"
+    plugins = (MEMORY,)
 
 
 class TestHost(KVTierConformance):

@@ -25,7 +25,7 @@ from toolkit_lm.kv import (
 )
 from toolkit_lm.messages import StepPlan, TierBlock, TierKey, TierLoad, TierWork
 
-from toolkit_lm_devkit.conformance import Conformance
+from toolkit_lm_devkit.kv_tier_engine import KVTierInEngine
 
 _WAIT = 10.0
 """Seconds that a load may take here."""
@@ -35,9 +35,9 @@ def _digest(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-class KVTierConformance(Conformance):
-    """Subclass it as `class TestMine(KVTierConformance)`, and name both halves, or the worker's
-    alone for a tier that keeps blocks by their places."""
+class KVTierConformance(KVTierInEngine):
+    """Subclass it as `class TestMine(KVTierConformance)`, and name both halves and the tier, or the
+    worker's half alone for a tier that keeps blocks by their places."""
 
     store: ClassVar[type[KVTierStore]]
     """The half on the worker."""
