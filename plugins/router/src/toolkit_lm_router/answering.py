@@ -108,9 +108,15 @@ class Answering:
             await self._begin(answer, None)
             if stream is None:
                 await self._body(whole)
-            else:
-                for events in stream.pass_on(whole):
-                    await self._body(events)
+                continue
+            events: list[bytes] = []
+            try:
+                for event in stream.pass_on(whole):
+                    events.append(event)  # noqa: PERF402 # it may raise after some
+            finally:
+                # What comes before an engine's end, too. Each part is a call of the system.
+                if events:
+                    await self._body(b"".join(events))
         if stream is not None and not stream.is_done:
             raise BrokenError("the stream ended without its last event")
         await self._begin(answer, None)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm import __version__
 from toolkit_lm.errors import ConfigError, RequestError, nearest
 from toolkit_lm_server.app import make_app
@@ -152,7 +152,7 @@ def _info(backend: Backend) -> dict[str, Any]:
 def create_app(
     options: RouterOptions, fleet: Fleet, proxy: Proxy, metrics: RouterMetrics
 ) -> FastAPI:
-    """The router as an app."""
+    """The router's own routes as an app."""
     server = options.server
     router = Router(fleet, proxy, metrics)
     app = make_app(server)
@@ -169,7 +169,7 @@ def create_app(
         _add_operators(routes, router, route_class(server, keys))
     app.state.api = routes.routes
     app.include_router(routes)
-    app.router.default = _Routed(proxy)
+    app.router.default = _unknown
     return app
 
 
@@ -206,23 +206,31 @@ def _add(
     )
 
 
-class _Routed:
-    """Answers on the paths that the router has no routes of its own for."""
+class Routed:
+    """The app, with the routed paths in front of the router's own. FastAPI's layers would take a
+    fifth of the time of their requests."""
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: Proxy, app: ASGIApp) -> None:
         self._proxy = proxy
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in PATHS and scope["method"] == "POST":
-            await self._proxy(scope, receive, send)
-            return
-        error = _no_route(path, scope["method"])
-        response = error.response()
-        response.headers["x-request-id"] = caller_of(Request(scope)).request_id
-        await response(scope, receive, send)
+        is_routed = scope["type"] == "http" and scope["method"] == "POST" and _path(scope) in PATHS
+        await (self._proxy if is_routed else self._app)(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers where there is no route."""
+    if scope["type"] != "http":
+        return
+    response = _no_route(_path(scope), scope["method"]).response()
+    response.headers["x-request-id"] = caller_of(Request(scope)).request_id
+    await response(scope, receive, send)
 
 
 def _no_route(path: str, method: str) -> ApiError:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 
-from toolkit_lm_router.app import create_app
+from toolkit_lm_router.app import Routed, create_app
 from toolkit_lm_router.clients import RouterKeys
 from toolkit_lm_router.fleet import Fleet
 from toolkit_lm_router.metrics import RouterMetrics
@@ -39,7 +39,8 @@ class Routing:
             self.metrics = RouterMetrics(self.fleet, lambda: len(self.proxy.queues))
             self.watch = Watch(self.fleet, upstream, options.health_interval)
             ending.push_async_callback(self.watch.close)
-            self.app = create_app(options, self.fleet, self.proxy, self.metrics)
+            own = create_app(options, self.fleet, self.proxy, self.metrics)
+            self.app = Routed(self.proxy, own)
             self.fleet.tend = self.watch.tend
             self.watch.tend()
             looking = asyncio.create_task(self._look())
