@@ -15,7 +15,7 @@ import httpx
 import pytest
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.limits.connections import HttpServer
+from toolkit_lm_server.limits.connections import Counted, HttpServer
 from toolkit_lm_server.listening import bind
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -481,3 +481,50 @@ def test_the_default_follows_from_the_descriptors(monkeypatch):
         match=r"max_connections is 1000, but the open files of this process .* allow 960",
     ):
         ServerOptions(max_connections=1000)
+
+
+class FakeTransport:
+    """Records what is sent."""
+
+    def __init__(self) -> None:
+        self.calls: list[bytes | str] = []
+
+    def write(self, data: bytes) -> None:
+        self.calls.append(bytes(data))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+async def test_parts_that_are_written_together_are_sent_together():
+    transport = FakeTransport()
+    counted = Counted(transport)
+    for part in (b"head", b"", b"body", b"end"):
+        counted.write(part)
+    assert (transport.calls, counted.get_write_buffer_size(), counted.num_taken) == ([], 11, 0)
+    await asyncio.sleep(0)
+    assert (transport.calls, counted.num_taken) == ([b"headbodyend"], 11)
+    counted.writelines([b"x", b"y"])
+    counted.close()
+    assert transport.calls[1:] == [b"xy", "close"]
+    counted.write(b"lost")
+    counted.abort()
+    await asyncio.sleep(0)
+    assert transport.calls[3:] == ["abort"]
+
+
+async def test_a_large_part_does_not_wait():
+    """An app that never waits is told to pause."""
+    transport = FakeTransport()
+    counted = Counted(transport)
+    for _ in range(5):
+        counted.write(bytes(2**15))
+    assert [len(call) for call in transport.calls] == [2**16, 2**16]
+    await asyncio.sleep(0)
+    assert [len(call) for call in transport.calls] == [2**16, 2**16, 2**15]

@@ -32,6 +32,8 @@ _MOST_HEADERS = 100
 _SLOWEST = 1024
 """Bytes that a client must read in a second while a part of its answer waits. Fewer are enough
 where fewer wait."""
+_TOGETHER = 2**16
+"""Bytes that are sent at once, whatever else the app is about to write."""
 _LOOK = 0.5
 """Seconds from one check of what connections wait for to the next."""
 
@@ -193,24 +195,46 @@ class Connections:
 
 
 class Counted:
-    """A transport that counts what is written."""
+    """A transport that counts what is written. Parts that are written in one turn of the event loop
+    are sent together: a call of the system takes longer than most of them."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._num_written = 0
+        self._held = bytearray()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
         self._num_written += len(data)
-        self._transport.write(data)
+        if data and not self._held:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._held += data
+        if len(self._held) >= _TOGETHER:
+            # The transport tells the app to pause.
+            self.flush()
 
     def writelines(self, data: Iterable[bytes]) -> None:
         self.write(b"".join(data))
 
+    def flush(self) -> None:
+        """Sends what was written."""
+        if self._held:
+            held = self._held
+            self._held = bytearray()
+            self._transport.write(held)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._held.clear()
+        self._transport.abort()
+
     def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
+        return len(self._held) + self._transport.get_write_buffer_size()
 
     @property
     def num_taken(self) -> int:
@@ -280,6 +304,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._written.flush()
         self.pool.seen(self)
 
     def send_400_response(self, msg: str) -> None:
