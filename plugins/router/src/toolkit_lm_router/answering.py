@@ -114,7 +114,7 @@ class Answering:
                 for event in stream.pass_on(whole):
                     events.append(event)  # noqa: PERF402 # it may raise after some
             finally:
-                # What comes before an engine's end, too. Each part is a call of the system.
+                # Events before an engine's end are sent, too. Each part is a call of the system.
                 if events:
                     await self._body(b"".join(events))
         if stream is not None and not stream.is_done:
