@@ -34,7 +34,7 @@ QUIETLY := --quiet --disable-pip-version-check --no-compile
 
 PROJECTS := pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
 
-.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit gpu-kit lint audit bench docs changelog wheels sdists release-check clean
+.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit test-kernel-counts gpu-kit lint audit bench docs changelog wheels sdists release-check clean
 
 # Where the workspace is installed, the demo runs from it.
 demo: $(or $(wildcard $(STAMP)),$(DEMO))
@@ -53,7 +53,7 @@ test: $(STAMP)
 ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(shell $(PYTHON312) -c '' 2>/dev/null && echo $(FLOOR)/.installed)
 test-all:
 	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
-	$(BESIDE) test-clients test-renderers test-floor test-downstream test-trainers docs lint
+	$(BESIDE) test-clients test-renderers test-floor test-downstream test-trainers test-kernel-counts docs lint
 	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
@@ -116,6 +116,11 @@ test-gpu-kit: gpu-kit
 	OMP_NUM_THREADS=1 PYTHON=$(RENTED)/bin/python bash benchmarks/gpu_kit.sh --kit gpu-kit --quick; \
 	else echo "There is no $(PYTHON312): the dry run has this environment's versions. PYTHON312 names it."; \
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python bash benchmarks/gpu_kit.sh --quick; fi
+
+# Instructions of the kernels on CPUs against those of the commit AGAINST, by default the last one.
+AGAINST ?=
+test-kernel-counts: $(STAMP)
+	$(BIN)/python benchmarks/kernel_counts.py $(if $(AGAINST),--against $(AGAINST))
 
 # Files for a machine with a GPU and without a network, in the folder gpu-kit.
 gpu-kit: $(STAMP)

@@ -43,6 +43,7 @@ REPOSITORY = {
     "tests/test_gpu_kit.py",
     "tests/test_guard.py",
     "tests/test_installed.py",
+    "tests/test_kernel_counts.py",
     "tests/test_patience.py",
     "tests/test_race.py",
     "tests/test_release.py",
