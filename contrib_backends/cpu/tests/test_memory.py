@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import re
 import subprocess
@@ -15,8 +17,10 @@ from toolkit_lm import VllmConfig
 from toolkit_lm.attention import BatchLimits, GroupSetup
 from toolkit_lm.kv import FullSpec
 from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding, construction
-from toolkit_lm_cpu import panels
+from toolkit_lm_cpu import panels, toolkit_explain
+from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.backend import CpuBackend
+from toolkit_lm_cpu.huge_pages import describe
 from toolkit_lm_cpu.layers import CpuKernels
 from toolkit_lm_cpu.library import refusal
 from toolkit_lm_cpu.panels import PanelEmbedding
@@ -192,3 +196,44 @@ def test_the_cache_lies_in_huge_pages() -> None:
             assert "hg" in line.split()
             return
     pytest.skip("the system does not tell")
+
+
+def test_a_system_without_huge_pages_holds_weights_all_the_same(monkeypatch) -> None:
+    advice = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int) -> None:  # type: ignore[override]
+            advice.append(option)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    held = Arena(4096).empty(8, torch.float32)
+    held.fill_(2.0)
+    assert held.sum() == 16
+    assert advice == [mmap.MADV_HUGEPAGE]
+
+
+@pytest.mark.parametrize(
+    ("modes", "start"),
+    [
+        ("always [madvise] never\n", "asked for"),
+        ("[always] madvise never\n", "asked for"),
+        ("always madvise [never]\n", "none: transparent_hugepage is 'never'"),
+        (None, "none: this system does not tell of any"),
+    ],
+)
+def test_explain_tells_of_huge_pages(modes, start, tmp_path) -> None:
+    setting = tmp_path / "enabled"
+    if modes is not None:
+        setting.write_text(modes)
+    assert describe(setting).startswith(start)
+
+
+def test_explain_has_a_row_of_huge_pages_where_the_kernels_run() -> None:
+    def config(**options: str) -> VllmConfig:
+        return VllmConfig.make(model="tiny", **options)
+
+    rows = toolkit_explain(config(device="cpu"))
+    assert rows is not None and list(rows) == ["huge pages"]
+    assert toolkit_explain(config(device="cpu", kernels="torch")) is None
+    assert toolkit_explain(config(device="cuda")) is None

@@ -40,7 +40,7 @@ class Silent:
 def test_toolkit_explain(checkpoint):
     plugins = [Mine(), Other(), Silent()]
     found = explain(VllmConfig.make(model=str(checkpoint)), plugins)
-    assert found.of_plugins == {"mine": ["True on meta", "options None"]}
+    assert found.of_plugins["mine"] == ["True on meta", "options None"]
     table = table_of(found)
     row = [*table.columns[0].cells].index("mine")
     assert [*table.columns[1].cells][row] == "True on meta\noptions None"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class Arena:
             self._chunk = mmap.mmap(
                 -1, max(size, self._chunk_size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
-            self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            # A kernel that was built without huge pages refuses the advice.
+            with suppress(OSError):
+                self._chunk.madvise(mmap.MADV_HUGEPAGE)
             self._used = 0
         tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._used)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT

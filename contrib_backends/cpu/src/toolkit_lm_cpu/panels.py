@@ -30,7 +30,7 @@ _LARGE = 2**25
 _SOME = 2**23
 """Bytes of a piece of a weight that is packed in pieces."""
 ACTIVATIONS: Mapping[str | None, int] = {
-    None: exported("NO_EPILOGUE"),
+    None: exported("PLAIN"),
     "relu": exported("RELU"),
     "silu": exported("SILU"),
     "swish": exported("SILU"),
