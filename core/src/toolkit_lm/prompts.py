@@ -17,7 +17,8 @@ class MediaPrompt(TypedDict, total=False):
     """Options of the checkpoint's media processor, for this prompt."""
     multi_modal_uuids: Mapping[str, Any] | None
     """The caller's own identifiers of the items, by modality. Equal items with different
-    identifiers share no cache."""
+    identifiers share no cache. An item that is None in `multi_modal_data`, or not there, is the one
+    given before with its identifier."""
 
 
 class TextPrompt(MediaPrompt):

@@ -11,7 +11,13 @@ import soundfile
 import torch
 from PIL import Image
 from toolkit_lm.errors import RequestError
-from toolkit_lm_renderer_remote.media import count_media, plain, plain_data, plain_messages
+from toolkit_lm_renderer_remote.media import (
+    count_media,
+    plain,
+    plain_data,
+    plain_messages,
+    with_named,
+)
 
 
 def decoded(url: str) -> np.ndarray:
@@ -205,3 +211,11 @@ def test_files_are_sent_as_they_are():
         }
     ]
     assert plain_messages(messages) == messages
+
+
+def test_items_given_by_uuid_alone_have_places():
+    data = {"image": [b"abc", None], "audio": None}
+    uuids = {"image": ["a", "b"], "audio": "c", "video": ["d", "e"], "other": None}
+    found = with_named(data, uuids)
+    assert found == {"image": [b"abc", None], "audio": [None], "video": [None, None]}
+    assert plain_data(found)["image"][1] is None and plain_data(found)["video"] == [None, None]

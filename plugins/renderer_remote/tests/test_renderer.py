@@ -11,7 +11,7 @@ import pytest
 from toolkit_lm import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import MultiModalRules, Renderer, Replacement
+from toolkit_lm.renderer import MEDIA_OWNER, MultiModalRules, Renderer, Replacement
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm_renderer_remote.errors import BadAnswerError
@@ -170,6 +170,27 @@ def test_prompts(make, asked):
             },
         ),
     ]
+
+
+def test_items_by_uuid_alone_are_asked_for_of_their_tenant(make, asked):
+    cache = Cache(["a"])
+    answers = (
+        {"token_ids": [5, IMAGE, IMAGE], "features": [feature(data=None)]},
+        {"data": [{"token_ids": [IMAGE, IMAGE], "features": [feature(data=None, offset=0)]}]},
+    )
+    renderer = make(*answers, cache=cache)
+    part = {"type": "image_url", "image_url": None, "uuid": "mine"}
+    token = MEDIA_OWNER.set("a key")
+    try:
+        renderer.render_conversation([{"role": "user", "content": [part]}])
+        renderer.render_prompt({"prompt": "<image>", "multi_modal_uuids": {"image": "mine"}})
+    finally:
+        MEDIA_OWNER.reset(token)
+    chat, prompt = (body for _, body in asked)
+    assert chat["messages"][0]["content"] == [part]
+    assert prompt["multi_modal_data"] == {"image": [None]}
+    assert prompt["multi_modal_uuids"] == {"image": "mine"}
+    assert chat["media_owner"] == prompt["media_owner"] == "a key"
 
 
 def test_what_the_engine_holds_is_told_and_left_out(make, asked):

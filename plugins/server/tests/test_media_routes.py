@@ -16,7 +16,7 @@ from toolkit_lm import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer
+from toolkit_lm.renderer import MEDIA_OWNER, MultiModalRules, Rendered, Renderer
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.held import HeldElsewhere
@@ -324,3 +324,17 @@ async def test_a_renderer_that_fails_elsewhere_is_not_the_requests_fault(engine,
             answer = await client.post("/v1/chat/completions", json=chat())
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
             assert ("retry-after" in answer.headers) is (status == 503)
+
+
+async def test_an_engine_tells_the_tenant_that_asks_it():
+    """Owners that an engine names are within its own key."""
+    owners = []
+    for own, owner in (("", ""), ("", "a"), ("front", ""), ("front", "a")):
+        token = MEDIA_OWNER.set(own)
+        try:
+            with HeldElsewhere().of([], owner):
+                owners.append(MEDIA_OWNER.get())
+            assert MEDIA_OWNER.get() == own
+        finally:
+            MEDIA_OWNER.reset(token)
+    assert owners == ["", "\na", "front", "front\na"]

@@ -19,6 +19,10 @@ from .encoder_decoder import (
     EncoderDecoderRules as EncoderDecoderRules,
     RenderedPair as RenderedPair,
 )
-from .feature_lookup import FeatureLookup as FeatureLookup, HeldFeature as HeldFeature
+from .feature_lookup import (
+    MEDIA_OWNER as MEDIA_OWNER,
+    FeatureLookup as FeatureLookup,
+    HeldFeature as HeldFeature,
+)
 from .making import make_renderer as make_renderer
 from .multimodal import MultiModalRules as MultiModalRules, Replacement as Replacement

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import NamedTuple, Protocol
+
+MEDIA_OWNER: ContextVar[str] = ContextVar("toolkit_lm_media_owner", default="")
+"""Tenant of the rendering, such as the name of an API key. Names of media items (`uuid`) are known
+to the tenant that gave them."""
 
 
 class HeldFeature(NamedTuple):

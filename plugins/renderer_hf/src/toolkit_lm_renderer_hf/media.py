@@ -31,6 +31,7 @@ from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_renderer_hf.embeds import read_embeds
 from toolkit_lm_renderer_hf.image_processor import SIZES, ImageProcessor, check_options
 from toolkit_lm_renderer_hf.media_items import Item
+from toolkit_lm_renderer_hf.named_media import NamedMedia
 from toolkit_lm_renderer_hf.pixels import Frames, read_pixels, repeated
 from toolkit_lm_renderer_hf.samples import read_samples
 from toolkit_lm_renderer_hf.sampling import OPTIONS
@@ -116,6 +117,7 @@ class MediaReader:
         self.found = 0
         """Of these, items that it held."""
         self._counting = Lock()
+        self._named = NamedMedia()
         self._rules = rules
         self._longest = max(
             (config.max_model_len, "max_model_len"), (config.max_encoder_len, "max_encoder_len")
@@ -157,12 +159,13 @@ class MediaReader:
         found = []
         total = 0
         for item, content in zip(items, self._contents(items), strict=True):
-            identifier = self._identifier(item, content, chosen.get(item.modality, {}))
+            own = chosen.get(item.modality, {})
+            identifier = self._identifier(item, content, own)
             check = partial(self._check_room, total)
             if identifier not in made:
-                made[identifier] = self._read(
-                    item, content, identifier, chosen.get(item.modality, {}), held, check
-                )
+                made[identifier] = self._read(item, content, identifier, own, held, check)
+            if item.uuid and content is not None:
+                self._named.add(item, own, identifier)
             found.append(made[identifier])
             num_tokens = len(made[identifier].replacement.token_ids)
             with _naming(item):
@@ -211,7 +214,7 @@ class MediaReader:
     def _read(
         self,
         item: Item,
-        content: _Content,
+        content: _Content | None,
         identifier: str,
         options: Mapping[str, Any],
         held: FeatureLookup | None,
@@ -228,6 +231,8 @@ class MediaReader:
                 Replacement(known.token_ids, known.mask, known.layout),
                 None,
             )
+        if content is None:
+            raise _not_held(item)
         if content.arrays is not None:
             arrays = content.arrays
         elif item.modality == "image":
@@ -327,9 +332,14 @@ class MediaReader:
         made = self._videos.process(frames, len(indices), options, check)
         return made | self._videos.clock(indices, video.num_frames, video.fps)
 
-    def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
+    def _identifier(self, item: Item, content: _Content | None, options: Mapping[str, Any]) -> str:
         """Hash of an item: its content, everything that decides how it is processed, and the
-        caller's uuid. A uuid never replaces the content."""
+        caller's uuid. An item without content has the hash of the one that was last given with its
+        uuid."""
+        if content is None:
+            if (known := self._named.get(item, options)) is None:
+                raise _not_held(item)
+            return known
         identity = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
         processor = self._audio if item.modality == "audio" else self._images
         fingerprint = processor.fingerprint if processor is not None else b""
@@ -337,14 +347,17 @@ class MediaReader:
             digest = content.digest()
         return hashlib.sha256(fingerprint + digest + identity.encode()).hexdigest()
 
-    def _contents(self, items: Sequence[Item]) -> list[_Content]:
-        """Contents of the items. Several URLs are fetched at the same time."""
+    def _contents(self, items: Sequence[Item]) -> list[_Content | None]:
+        """Contents of the items; None for those given by uuid alone. Several URLs are fetched at
+        the same time."""
         if sum(isinstance(item.source, str) for item in items) < 2:
             return [self._content(item) for item in items]
         with ThreadPoolExecutor(_FETCHES, "media-fetch") as threads:
             return list(threads.map(self._content, items))
 
-    def _content(self, item: Item) -> _Content:
+    def _content(self, item: Item) -> _Content | None:
+        if item.source is None:
+            return None
         if item.is_embeds:
             with _naming(item):
                 return _Content(
@@ -393,6 +406,15 @@ class MediaReader:
                 item.source, audio.window.sampling_rate, self._limits.max_audio_seconds
             )
             return _Content(f"samples {rate}", samples=(rate, samples))
+
+
+def _not_held(item: Item) -> RequestError:
+    """Error for an item that was given by uuid alone and cannot be found."""
+    return RequestError(
+        f"{item.label}: no item of uuid {item.uuid!r:.80} is in the cache of media "
+        "(feature_cache_memory). Send the item itself, with its uuid.",
+        item.param,
+    )
 
 
 @contextmanager

@@ -58,7 +58,8 @@ class Item(NamedTuple):
 
     modality: str
     source: Any
-    """Bytes of a file, a URL, pixels; or embeddings, where `is_embeds`."""
+    """Bytes of a file, a URL, pixels; or embeddings, where `is_embeds`. None: the item was given
+    before with this `uuid`."""
     label: str
     """Name of the item in errors, such as "image 2"."""
     param: str
@@ -127,14 +128,13 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
                 name,
             )
     items: list[Item] = []
-    for modality, mapping in data.items():
-        sources = _sources(modality, mapping)
+    for modality in {**data, **uuids}:
         names = uuids.get(modality)
-        named = (
-            list(names)
-            if isinstance(names, list | tuple)
-            else [names] * (1 if names is not None else len(sources))
-        )
+        named = list(names) if isinstance(names, list | tuple) else [names]
+        value = data.get(modality)
+        sources = [None] * len(named) if value is None else _sources(modality, value)
+        if names is None:
+            named = [None] * len(sources)
         if len(named) != len(sources):
             raise RequestError(
                 f"multi_modal_uuids has {len(named)} of {modality!r} for {len(sources)} items.",
@@ -143,6 +143,8 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
         for number, (source, uuid) in enumerate(zip(sources, named, strict=True), 1):
             label = f"{modality} {number}"
             param = "multi_modal_data"
+            if source is None and uuid is None:
+                raise RequestError(f"{label}: give the item, or the uuid of an earlier one.", param)
             items.append(
                 Item(
                     modality,
@@ -153,8 +155,6 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
                     _uuid(uuid, label, "multi_modal_uuids"),
                 )
             )
-    if set(uuids) - set(data):
-        raise RequestError("multi_modal_uuids names items that are not there.", "multi_modal_uuids")
     return items
 
 
@@ -194,12 +194,15 @@ def _bare_part(part: Any, items: list[Item]) -> Any:
     source = next((part[key] for key in keys if part.get(key) is not None), None)
     if kind.endswith("_url") and isinstance(source, Mapping):
         source = source.get("url")
-    if source is None:
+    if source is None and part.get("uuid") is None:
         raise RequestError(
-            f"{label}: a content part of type {kind!r} must have {keys[0]!r}.", "messages"
+            f"{label}: a content part of type {kind!r} must have {keys[0]!r}, or the 'uuid' of an "
+            "item given before.",
+            "messages",
         )
-    source, format = _from_input_audio(source, label) if kind == _INPUT_AUDIO else (source, "")
-    embeds = kind.endswith("_embeds") or _is_embeds(source)
+    is_input = kind == _INPUT_AUDIO and source is not None
+    source, format = _from_input_audio(source, label) if is_input else (source, "")
+    embeds = source is not None and (kind.endswith("_embeds") or _is_embeds(source))
     items.append(
         Item(
             modality,

@@ -97,7 +97,7 @@ class MediaSizes:
     def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
         """Upper bounds in bytes: of the arrays an item becomes, and of the extra memory while it is
         read. `options`: processor options from the request."""
-        if item.is_embeds or item.modality not in self._modalities:
+        if item.source is None or item.is_embeds or item.modality not in self._modalities:
             return 0, 0
         if self._window is not None and item.modality == "audio":
             return self._window.made, self._window.read_bytes

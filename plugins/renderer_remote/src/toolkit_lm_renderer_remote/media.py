@@ -47,6 +47,16 @@ def plain_messages(messages: Conversation) -> list[Any]:
     return [_plain_message(message, counts) for message in messages]
 
 
+def with_named(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> dict[str, Any]:
+    """`multi_modal_data` with None for each item that has a uuid alone."""
+    named = {
+        modality: [None] * (len(names) if isinstance(names, list | tuple) else 1)
+        for modality, names in uuids.items()
+        if data.get(modality) is None and names is not None
+    }
+    return {**data, **named}
+
+
 def plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """`multi_modal_data` as `plain` has it. Raises RequestError, naming the item."""
     made: dict[str, Any] = {}

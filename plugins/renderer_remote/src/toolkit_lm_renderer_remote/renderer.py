@@ -12,11 +12,17 @@ from toolkit_lm.errors import ConfigError, RequestError, UnsupportedError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing import check_token_ids
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, Rendered, RenderedText, Renderer
+from toolkit_lm.renderer import MEDIA_OWNER, DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.resolution import choose_renderer
 
 from toolkit_lm_renderer_remote import Options
-from toolkit_lm_renderer_remote.media import count_media, plain, plain_data, plain_messages
+from toolkit_lm_renderer_remote.media import (
+    count_media,
+    plain,
+    plain_data,
+    plain_messages,
+    with_named,
+)
 from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
 from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_renderer_remote.wire import RENDER_CHAT, RENDER_PROMPTS, TOKENIZE
@@ -158,7 +164,9 @@ class RemoteRenderer(Renderer):
             body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
             return _Question(TOKENIZE, body, 0, 0, lambda answer, *_: answer.tokens())
         text_or_ids = parsed["prompt"] if token_ids is None else token_ids
-        items = media["multi_modal_data"] = plain_data(media.get("multi_modal_data", {}))
+        items = media["multi_modal_data"] = plain_data(
+            with_named(media.get("multi_modal_data", {}), media.get("multi_modal_uuids", {}))
+        )
         count = sum(len(item) if isinstance(item, list) else 1 for item in items.values())
         body = plain({"prompt": text_or_ids, "add_special_tokens": add_special_tokens, **media})
         return _Question(RENDER_PROMPTS, body, count, count, Answer.only_prompt)
@@ -193,7 +201,9 @@ class RemoteRenderer(Renderer):
     def _sent(self, question: _Question, held: list[str]) -> _Sent:
         """The encoded question, with the items that the engine holds."""
         # The length is checked here, where it is known whether the prompt is to be cut.
-        more = {} if question.path == TOKENIZE else {"check_length": False}
+        more: dict[str, Any] = {} if question.path == TOKENIZE else {"check_length": False}
+        if question.most_media and (owner := MEDIA_OWNER.get()):
+            more["media_owner"] = owner
         sent = _encoded({**question.body, **more, **({"held": held} if held else {})})
         most = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent)
         too_large = None

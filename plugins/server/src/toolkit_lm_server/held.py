@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from msgspec import structs
-from toolkit_lm.renderer import HeldFeature, Rendered
+from toolkit_lm.renderer import MEDIA_OWNER, HeldFeature, Rendered
 
 from toolkit_lm_server.caller import CALLER
 
@@ -44,12 +44,16 @@ class HeldElsewhere:
         self._lock = threading.Lock()
 
     @contextmanager
-    def of(self, held: Collection[str]) -> Iterator[None]:
-        """Sets the items that the engine of one request holds."""
+    def of(self, held: Collection[str], owner: str = "") -> Iterator[None]:
+        """Sets the items that the engine of one request holds, and the engine's tenant that asks
+        it."""
         token = CALLER.set(structs.replace(CALLER.get(), held=frozenset(held)))
+        own = MEDIA_OWNER.get()
+        owned = MEDIA_OWNER.set(f"{own}\n{owner}" if owner else own)
         try:
             yield
         finally:
+            MEDIA_OWNER.reset(owned)
             CALLER.reset(token)
 
     def get(self, identifier: str) -> HeldFeature | None:

@@ -41,7 +41,8 @@ class MessagePart(Open):
     input_audio: InputAudio | None = None
     """The recording of a part of type "input_audio"."""
     uuid: str | None = None
-    """The client's own name of the media item."""
+    """The client's own name of the media item. Alone, it stands for the item that this API key sent
+    before with this name."""
 
 
 class CalledFunction(Open):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+from pydantic import Field
 from toolkit_lm.errors import RequestError
 from toolkit_lm.prompts import Prompt
 
@@ -68,6 +69,9 @@ class Held(Body):
 
     held: Items[str] = []
     """Identifiers of media items whose data the engine holds. The answer leaves the data out."""
+    media_owner: Annotated[str, Field(max_length=512)] = ""
+    """The tenant whose names of media items (`uuid`) the request uses, where an engine asks for
+    several."""
     check_length: bool = True
     """A prompt that leaves no room for a token is refused. With false the caller checks it."""
 
@@ -89,7 +93,8 @@ class CompletionRenderBody(CompletionBody, Held):
     """Options of the checkpoint's processor of images and other media."""
     multi_modal_uuids: dict[str, Any] | None = None
     """The client's own names of the items, by modality. Equal items with different names share
-    nothing."""
+    nothing. An item that multi_modal_data leaves out, or has as null, is the one sent before with
+    its name."""
 
     def prompts(self, most: int) -> list[Prompt]:
         prompts: list[Any] = super().prompts(most)

@@ -195,7 +195,7 @@ class Render:
         self, render: Callable[[], Rendered], params: SamplingParams, body: Held
     ) -> dict[str, Any]:
         held = self._rendering.held
-        with held.of(body.held), self._rendering.plugins.boundary:
+        with held.of(body.held, body.media_owner), self._rendering.plugins.boundary:
             rendered = held.without_data(render())
         rendered = self._rendering.check(rendered, params, length=body.check_length)
         fields = {

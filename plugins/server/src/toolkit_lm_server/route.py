@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 from toolkit_lm.errors import RequestError
+from toolkit_lm.renderer import MEDIA_OWNER
 from toolkit_lm_serving import ADAPTERS, CLIENT
 
 from toolkit_lm_server.caller import CALLER, KEY, Caller
@@ -171,6 +172,7 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
             caller.key = caller.client = account.name
             caller.adapters = account.adapters
             caller.models = account.models
+        MEDIA_OWNER.set(caller_of(request).key or "")
         if (ready := route.readiness) is not None:
             if ready.draining or ready.engine.health().status != "ready":
                 raise ready.refusal()
