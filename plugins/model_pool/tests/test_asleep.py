@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 from pool_server import SMALL, plain, served, write_checkpoints, write_models
+from safetensors.torch import save_file
+from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
+from toolkit_lm_lora.front import LoRARequest
 
 MIB = 2**20
 LARGE = {**SMALL, "num_kv_blocks": 4096, "max_num_batched_tokens": 64}
 KV_BYTES = 4096 * 16 * 2 * 4 * 2 * 128 * 4
 WEIGHTS = 240 * MIB
+ADAPTERS = ("sql", "prose")
 LONG = {"prompt": "Once upon a time there was a very long prompt. " * 4, "max_tokens": 4}
 
 
@@ -44,17 +51,34 @@ def pool(checkpoints, tmp_path_factory):
     tier = {"kv_disk": {"dir": str(folder / "kv"), "loads": "always"}}
     path = write_models(
         folder / "models.yaml",
-        {**checkpoints, "twin": checkpoints["large"]},
+        {**checkpoints, "twin": checkpoints["large"], "tuned": "tiny"},
         chat={"options": {**SMALL, "plugin_option": tier}, "idle": "sleep"},
         embed={"idle": "sleep", "sleep_level": 1},
         large={"options": LARGE, "idle": "sleep", "keep_alive": "30m"},
         twin={"options": LARGE},
-        rank={"options": {**SMALL, "plugin_option": {"lora": {"enabled": True}}}},
+        tuned={"adapters": save_adapters(folder)},
     )
     with served(folder, "--models", path, "--models-memory", "16GiB", "--admin-routes") as server:
         answered(server)
         [server.large] = server.engines()
         yield server
+
+
+def save_adapters(folder: Path) -> dict[str, str]:
+    """Folders of two adapters of the model "tiny", by name."""
+    torch.manual_seed(0)
+    found = {}
+    for name in ("sql", "prose"):
+        made = folder / name
+        made.mkdir()
+        layer = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
+        shapes = {"A": (2, 512), "B": (128, 2)}
+        tensors = {layer.format(part): torch.randn(shape) for part, shape in shapes.items()}
+        save_file(tensors, made / "adapter_model.safetensors")
+        fields = {"peft_type": "LORA", "r": 2, "target_modules": [], "lora_alpha": 1}
+        (made / "adapter_config.json").write_text(json.dumps(fields))
+        found[name] = str(made)
+    return found
 
 
 def asleep(pool, name: str, **more):
@@ -106,16 +130,39 @@ def test_levels_follow_one_another_and_an_operator_wakes(pool):
     assert pool.client.post("/sleep").status_code == 400
 
 
+def test_adapters_are_models_of_their_own(pool):
+    """They are answered as by an engine that has them by its options, and share one engine."""
+    [*engines] = pool.engines()
+    texts = {name: answered(pool, name)["choices"][0]["text"] for name in ("tuned", *ADAPTERS)}
+    assert len(set(texts.values())) == 3
+    assert len(pool.engines()) == len(engines) + 1
+    cards = pool.cards()
+    assert [cards[name]["parent"] for name in ADAPTERS] == ["tuned", "tuned"]
+    assert cards["tuned"]["parent"] is None
+    assert cards["sql"]["state"] == "ready" and cards["sql"]["root"].endswith("/sql")
+    plugins = {
+        "lora": {"enabled": True, "modules": [f"{name}={cards[name]['root']}" for name in ADAPTERS]}
+    }
+    with LLM("tiny", plugin_option=plugins, **SMALL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        [plain_text] = llm.generate([LONG["prompt"]], params)
+        assert plain_text.outputs[0].text == texts["tuned"]
+        for name in ADAPTERS:
+            adapter = LoRARequest(name, 1 + ADAPTERS.index(name), cards[name]["root"])
+            [made] = llm.generate([LONG["prompt"]], params, lora_request=adapter)
+            assert made.outputs[0].text == texts[name]
+
+
 def test_what_cannot_sleep_is_told(pool):
-    pool.client.post("/models/unload", json={"model": "rank"})
+    answered(pool, "sql")
     answer = pool.client.post("/models/sleep", json={"model": "rank", "level": 1})
     assert answer.status_code == 400 and "is cold" in answer.json()["error"]["message"]
-    answer = pool.client.post("/models/sleep", json={"model": "rank"})
+    answer = pool.client.post("/models/sleep", json={"model": "tuned"})
     assert answer.status_code == 400
     assert "adapters" in answer.json()["error"]["message"]
-    assert pool.ask("rank").status_code == 200
-    assert asleep(pool, "rank", level=1)["sleep_level"] == 1
-    assert pool.ask("rank").status_code == 200
+    text = answered(pool, "sql")["choices"][0]["text"]
+    assert asleep(pool, "tuned", level=1)["sleep_level"] == 1
+    assert answered(pool, "sql")["choices"][0]["text"] == text
 
 
 def test_an_idle_model_falls_asleep_and_is_unloaded_from_its_sleep(pool):

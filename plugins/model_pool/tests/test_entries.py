@@ -72,6 +72,12 @@ FAULTS = {
     "models:\n  - name: a\n  - name: b\n    aliases: [a]\n": ("'a'", ":2:5 and ", ":3:5"),
     "models:\n  - name: a\n    aliases: [x, x]\n": ("'x'", ":2:5: twice"),
     "models:\n  - name: a\n    aliases: [a]\n": ("'a'", ":2:5: twice"),
+    "models:\n  - name: a\n    adapters: {a: b}\n": ("'a'", ":2:5: twice"),
+    "models:\n  - {name: a, adapters: {x: b}}\n  - {name: b, adapters: {x: b}}\n": ("'x'", ":2:5"),
+    "models:\n  - name: a\n    adapters: [b]\n": (":3:15: the entry adapters", ),
+    "models:\n  - name: a\n    adapters: {b=c: d}\n":
+        (":2:5: ", "'b=c' cannot be the name of an adapter"),
+    "models:\n  - name: a\n    adapters: {b: ''}\n": (":3:", "the entry adapters"),
     "models:\n  - {name: a, idle: nap}\n": (":2:5: ", "idle must be 'unload' or 'sleep'"),
     "models:\n  - {name: a, idle: sleep, sleep_level: 3}\n": (":2:41: the entry sleep_level", ),
     "models:\n  - {name: a, idle: sleep, pin: true}\n": (":2:5: ", "cannot have idle: sleep"),
@@ -117,6 +123,23 @@ def test_a_wrong_option_names_its_model(options, words):
     entry.options.update(options)
     with pytest.raises(ConfigError, match=f"model 'a': {words}"):
         settings(entry)
+
+
+def test_adapters_are_loaded_with_their_entry(entries):
+    """Whichever way the other options of the plugin lora are written."""
+    for written in ("{lora: {max_rank: 8}}", "[lora.max_rank=8]", "lora.max_rank=8"):
+        text = GOOD + f"    adapters: {{sql: /a/sql}}\n    options: {{plugin_option: {written}}}\n"
+        try:
+            made = settings(entries(text)[1])
+        except ConfigError as error:
+            assert written[0] != "{" and "plugin_option" in str(error)
+            continue
+        lora = made.config.plugins.plugin_option["lora"]
+        assert lora["enabled"] is True and lora["modules"] == ["sql=/a/sql"]
+        assert str(lora["max_rank"]) == "8"
+    twice = "    adapters: {sql: a}\n    options: {plugin_option: {lora: {modules: [b=c]}}}\n"
+    with pytest.raises(ConfigError, match=r"model 'words': .* both list adapters"):
+        settings(entries(GOOD + twice)[1])
 
 
 def test_a_folder_gives_its_checkpoints(tmp_path):

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_model_pool import schemas
 from toolkit_lm_model_pool.app import make_pool_app
-from toolkit_lm_model_pool.entries import made_entry
+from toolkit_lm_model_pool.entries import Entry, made_entry
 from toolkit_lm_model_pool.model import PooledModel, settings_of
 from toolkit_lm_model_pool.page import PoolPage
 from toolkit_lm_model_pool.pool import Pool
@@ -121,6 +121,41 @@ async def test_the_page_tells_a_key_of_its_models_and_who_may_change_them():
     _, _, client = made()
     assert "models-panel" in (await client.get("/")).text
     assert (await client.get("/ui/pool.js")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_key_sees_its_adapters(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "keys: [{name: some, key: s, models: [a], adapters: ['sql*']}, {name: all, key: a}, "
+        "{name: other, key: o, models: [b]}]"
+    )
+    server = ServerOptions(api_keys_file=str(path))
+    entry = Entry(name="a", checkpoint="tiny", adapters={"sql": "x", "prose": "y"})
+    config = VllmConfig.make(max_model_len=64, device="cpu")
+    tuned = PooledModel(entry, settings_of(entry, config, server, 60))
+    pool = Pool([tuned, *models("b")], 2**33, turn=1, timeout=0)
+    app = make_pool_app(pool, server, Metrics(), Readiness(pool), Keys.of(server), list)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pool") as client:
+        for key, names in (("s", ["a", "sql"]), ("a", ["a", "sql", "prose", "b"]), ("o", ["b"])):
+            headers = {"Authorization": f"Bearer {key}"}
+            cards = (await client.get("/v1/models", headers=headers)).json()["data"]
+            assert [card["id"] for card in cards] == names
+            for name in ("a", "sql", "prose", "b"):
+                card = await client.get(f"/v1/models/{name}", headers=headers)
+                body = {"model": name, "prompt": "a"}
+                answer = await client.post("/v1/completions", json=body, headers=headers)
+                # One that may be used is waited for.
+                expected = (200, 503) if name in names else (404, 404)
+                assert (card.status_code, answer.status_code) == expected, (key, name)
+                if name not in names:
+                    assert all(f"'{name}'" not in text for text in nearest_of(answer))
+
+
+def nearest_of(answer: httpx.Response) -> list[str]:
+    """The names that an error offers."""
+    return answer.json()["error"]["message"].split("does not exist.")[1:]
 
 
 @pytest.mark.anyio

@@ -15,6 +15,8 @@ from toolkit_lm_model_pool.durations import parse_seconds
 
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
 """A name of a model. It is printable ASCII without spaces, so that it fits in a URL and a log."""
+_ADAPTER_NAME = re.compile(r"[!-<>-~]{1,256}")
+"""A name of an adapter: as a model's, without `=`."""
 _MOST_FILE = 2**20
 """Most bytes of a file of models."""
 
@@ -44,8 +46,8 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the engine, by name, in place of those of the command line."""
     aliases: list[Name] = field(default_factory=list)
     """Further names of the model."""
-    adapters: list[Name] = field(default_factory=list)
-    """Names of the model's adapters, which its options load."""
+    adapters: dict[str, Annotated[str, Meta(min_length=1)]] = field(default_factory=dict)
+    """Folders of LoRA adapters by name. Each is a model of its own in requests and lists."""
     keep_alive: str | int | float | None = None
     """Seconds, or a text such as "5m", after which the idle model is unloaded. Negative: it stays.
     None: the option `models_keep_alive`."""
@@ -66,6 +68,12 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.keep_alive is not None:
             parse_seconds(self.keep_alive)
+        for name in self.adapters:
+            if not _ADAPTER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name[:256]!r} cannot be the name of an adapter: use printable ASCII without "
+                    "spaces and '=', 256 characters at most."
+                )
         if self.idle not in ("unload", "sleep"):
             raise ValueError(f"idle must be 'unload' or 'sleep', not {self.idle!r}.")
         if self.pin and self.idle == "sleep":

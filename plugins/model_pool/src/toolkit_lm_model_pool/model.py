@@ -79,6 +79,9 @@ def settings_of(
         made = config.replace(**changed).replace(
             model=entry.checkpoint or entry.name, served_model_name=names, engine_process=True
         )
+        if entry.adapters:
+            of_plugins = _with_adapters(made.plugins.plugin_option, entry.adapters)
+            made = made.replace(plugin_option=of_plugins)
         if made.scheduler.scheduling_policy is None:
             made = made.replace(scheduling_policy="fair")
         options = msgspec.structs.replace(server, **of_server)
@@ -88,12 +91,28 @@ def settings_of(
     return Settings(made, options, own_time)
 
 
+def _with_adapters(
+    options: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Options of plugins by plugin, with adapters for the plugin lora. Raises ConfigError."""
+    lora = options.get("lora", {})
+    if lora.get("modules"):
+        raise ConfigError(
+            "the entry's adapters and the option modules of the plugin lora both list adapters. "
+            "State all of them in one of the two."
+        )
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    others = {name: dict(values) for name, values in options.items()}
+    return {**others, "lora": {**lora, "enabled": True, "modules": modules}}
+
+
 def _sleep_faults(plugins: Plugins) -> dict[int, str]:
     """Reasons why an engine with these plugins cannot sleep, by level."""
     loaded = {info.name for info in plugins.infos if info.status == "ok"}
     if "rl" not in loaded:
         return dict.fromkeys((1, 2), "the plugin rl, which does it, is not loaded.")
-    if "lora" in loaded and plugins.options("lora").enabled:
+    lora = plugins.options("lora") if "lora" in loaded else None
+    if lora is not None and (lora.enabled or lora.modules or lora.folder is not None):
         return {
             2: "an engine with adapters keeps its weights. Use sleep_level 1, which gives up the "
             "KV cache."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +118,18 @@ def may_use(model: PooledModel) -> bool:
     return CALLER.get().may_use_model((model.name, *model.entry.aliases))
 
 
+def names_of(model: PooledModel) -> Iterator[str]:
+    """The names of a model that the caller's key may see and use."""
+    yield model.name
+    yield from model.entry.aliases
+    yield from filter(CALLER.get().may_use, model.entry.adapters)
+
+
 def find(models: Mapping[str, PooledModel], name: str | None) -> PooledModel:
     """The model of a name. A request that names none gets the only one. Raises ApiError (404) with
     the nearest names, and (400)."""
     known = {
-        other: model for model in models.values() if may_use(model) for other in model.entry.names
+        other: model for model in models.values() if may_use(model) for other in names_of(model)
     }
     if name is None:
         if len(models) == 1 and known:

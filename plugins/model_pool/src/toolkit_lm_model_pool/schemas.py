@@ -60,7 +60,7 @@ class PoolCard(Described):
     owned_by: str
     """Always "toolkit-lm"."""
     root: str
-    """The checkpoint, as the operator gave it."""
+    """The checkpoint, or an adapter's folder, as the operator gave it."""
     parent: str | None
     """The model that an alias or adapter stands for. null: the model itself."""
     max_model_len: int | None
