@@ -51,24 +51,33 @@ def weighted_means(
     each token, and by exp(k + first) for the token itself.
 
     `ring` [blocks, places, 3, C] has the sums of values and of weights, both over exp of the third.
+    Only what a token needs of the one before goes token by token: the third, and the sums.
     """
-    state = rows.load(ring)
-    state[:, 2].masked_fill_((rows.starts == 0)[:, None], _NO_KEY)
-    out = torch.empty_like(v)
-    for token in range(k.shape[1]):
-        values, weights, most = state.unbind(1)
-        key = k[:, token]
-        value = v[:, token]
-        top = torch.maximum(most, key + first)
-        old = torch.exp(most - top)
-        new = torch.exp(key + first - top)
-        out[:, token] = (old * values + new * value) / (old * weights + new)
-        top = torch.maximum(most + decay, key)
-        old = torch.exp(most + decay - top)
-        new = torch.exp(key - top)
-        state = torch.stack([old * values + new * value, old * weights + new, top], dim=1)
-        rows.store(ring, token, state)
-    return out
+    loaded = rows.load(ring)
+    loaded[:, 2].masked_fill_((rows.starts == 0)[:, None], _NO_KEY)
+    # A token's numbers lie side by side: [L, R, C].
+    k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
+    states = k.new_empty(len(k) + 1, *loaded.shape)
+    states[0] = loaded
+    tops = states[:, :, 2]
+    for before, key, after in zip(tops[:-1].unbind(), k.unbind(), tops[1:].unbind(), strict=True):
+        torch.maximum(torch.add(before, decay, out=after), key, out=after)
+    old = torch.exp(tops[:-1] + decay - tops[1:])[:, :, None]
+    torch.exp(k - tops[1:], out=states[1:, :, 1])
+    torch.mul(states[1:, :, 1], v, out=states[1:, :, 0])
+    sums = states[:, :, :2]
+    for before, fade, after in zip(
+        sums[:-1].unbind(), old.unbind(), sums[1:].unbind(), strict=True
+    ):
+        after.addcmul_(fade, before)
+    for token in range(max(0, len(k) - ring.shape[1]), len(k)):
+        rows.store(ring, token, states[token + 1])
+    values, weights, most = states[:-1].unbind(2)
+    own = k + first
+    top = torch.maximum(most, own)
+    faded = torch.exp(most - top)
+    new = torch.exp(own.sub_(top))
+    return ((faded * values + new * v) / (faded * weights + new)).transpose(0, 1)
 
 
 class TimeMixer(RecurrentMixer):
