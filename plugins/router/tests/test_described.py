@@ -41,6 +41,12 @@ def test_each_route_has_a_text_and_an_answer():
             assert "200" in route["responses"], (path, method)
 
 
+def test_figures_are_described_as_text():
+    assert [*document()["paths"]["/metrics"]["get"]["responses"]["200"]["content"]] == [
+        "text/plain"
+    ]
+
+
 @pytest.mark.anyio
 async def test_answers_are_as_described(make_routing, make_stub):
     described = document()

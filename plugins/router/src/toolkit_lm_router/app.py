@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -162,7 +162,7 @@ def create_app(
     for path in ("/ready", "/ping"):
         _add(routes, path, router.health, RouterStatus, kind=APIRoute)
     _add(routes, "/version", router.version, Version)
-    routes.add_api_route("/metrics", router.metrics, response_model=None)
+    routes.add_api_route("/metrics", router.metrics, response_class=PlainTextResponse)
     _add(routes, "/v1/models", router.models, RoutedModels)
     if options.admin_key is not None:
         keys = Keys([ApiKey(name="admin_key", key=options.admin_key)])
