@@ -142,6 +142,10 @@ TOLD = {
         {"overlap": True, "drafter": "draft", "draft_budget": "all"},
         {"overlap": True, "drafter": "draft"},
     ),
+    "step_time_target": (
+        {"step_time_target": 1.0},
+        {"step_time_target": 1.0, "scheduling_policy": "fair"},
+    ),
     "draft_budget": ({"draft_budget": "all"}, {"draft_budget": "all", "drafter": "draft"}),
     "restart_engine": ({"restart_engine": 1}, {"restart_engine": 1, "engine_process": True}),
     "node_rank": ({"node_rank": 1}, None),

@@ -429,3 +429,143 @@ def test_whatever_two_clients_ask_for_ends(seed):
             if not left:
                 break
     assert not left
+
+
+def shares_of(policy: FairPolicy, running: list[Asked], num_steps: int) -> list[list[int]]:
+    """Tokens granted to each running request, by step."""
+    found = []
+    for one in running:
+        one.sort_key = (0.0,)
+    for _ in range(num_steps):
+        policy.begin_step(running, [])
+        budget = 2048
+        found.append([])
+        for one in running:
+            granted = min(policy.grant(one, budget), one.num_wanted_tokens)
+            budget -= granted
+            found[-1].append(granted)
+    return found
+
+
+def wide(client: str, num_rows: int) -> Asked:
+    """A beam search: its rows are computed together."""
+    found = request(client, 1)
+    found.num_rows = num_rows
+    found.chunkable = False
+    return found
+
+
+def test_what_cannot_be_cut_saves_up_beside_more_of_its_client():
+    """The second beam search of a client takes nothing from the first one's savings."""
+    running = [wide("a", 20), wide("a", 20), request("b", 1)]
+    found = shares_of(FairPolicy(SchedulerConfig()), running, 8)
+    assert found == [[0, 0, 1], [0, 0, 1], [0, 0, 1], [20, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("num_clients", [2, 3, 5])
+def test_a_step_exceeds_its_bound_for_a_single_request(num_clients):
+    """Each of several clients searches with 20 beams: no two searches are in the same step, all
+    get on, and the client that wants least computes in every step."""
+    clients = "acdef"[:num_clients]
+    found = shares_of(
+        FairPolicy(SchedulerConfig()),
+        [*(wide(client, 20) for client in clients), request("b", 1)],
+        200,
+    )
+    assert all(step[-1] == 1 for step in found)
+    assert max(sum(step) for step in found) == 21
+    computed = [sum(tokens) for tokens in zip(*found, strict=True)][:-1]
+    assert min(computed) > 0 and max(computed) - min(computed) <= 20
+
+
+def test_a_turn_passes_on_where_nothing_takes_it():
+    """The client whose turn it is has ended its search."""
+    policy = FairPolicy(SchedulerConfig())
+    running = [wide(client, 20) for client in "acd"] + [request("b", 1)]
+    while len(policy._late) < 2:
+        shares_of(policy, running, 1)
+    gone = next(iter(policy._late))
+    left = [one for one in running if one.context["client"] != gone]
+    left.append(request(gone, 1))
+    found = shares_of(policy, left, 60)
+    assert all(sum(step[at] for step in found) > 0 for at in range(len(left)))
+
+
+def test_shares_of_less_than_a_token_add_up():
+    """Forty clients in a step of 16 tokens: each computes in every third step or so, and the one
+    that wants most is not the only one that does."""
+    policy = FairPolicy(SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=64))
+    running = [request(f"client {number}", 1 + 50 * (number == 0)) for number in range(40)]
+    found = shares_of(policy, running, 50)
+    computed = [sum(tokens) for tokens in zip(*found, strict=True)]
+    assert max(computed) - min(computed) <= 1 and min(computed) >= 19
+    assert max(map(sum, found)) <= 17
+
+
+def test_a_step_of_too_few_tokens_is_shared():
+    """Two clients that want as much as each other, in steps that the first could fill alone."""
+    policy = FairPolicy(SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=64))
+    running = [request("a", 1) for _ in range(64)] + [request("b", 1) for _ in range(64)]
+    for step in shares_of(policy, running, 4):
+        assert (sum(step[:64]), sum(step[64:])) == (32, 32)
+
+
+BASE, EACH = 0.004, 0.001
+"""Seconds of a simulated step, and of each of its rows."""
+
+
+def timed(policy: FairPolicy, running: list[Asked], num_steps: int, each: float = EACH):
+    """Tokens of each step, whose simulated time the policy observes."""
+    sizes = []
+    for _ in range(num_steps):
+        [step] = shares_of(policy, running, 1)
+        sizes.append(sum(step))
+        rows = SimpleNamespace(scheduled=[0] * sizes[-1], num_tokens=sizes[-1])
+        policy.observe(rows, BASE + each * sizes[-1])
+    return sizes
+
+
+def test_a_lone_client_has_all_of_a_step_without_a_target():
+    flood = [request("a", 1) for _ in range(200)]
+    assert timed(FairPolicy(SchedulerConfig()), flood, 20) == [200] * 20
+
+
+@pytest.mark.parametrize("clients", ["a", "ab"])
+def test_steps_take_no_longer_than_the_target(clients):
+    """24 rows take 28 ms. A flood alone, and beside another, begins with few rows, and soon
+    computes as many as the time allows."""
+    policy = FairPolicy(SchedulerConfig(step_time_target=0.028))
+    timed(policy, [request("a", 1)], 4)
+    flood = [request(clients[number % len(clients)], 1) for number in range(200)]
+    sizes = timed(policy, flood, 400)
+    assert max(sizes[:10]) <= 32, "until the times are known, steps grow twofold"
+    assert max(sizes[10:]) <= 27 and min(sizes[10:]) >= 22
+
+
+def test_the_target_is_kept_where_rows_become_dearer_and_cheaper():
+    policy = FairPolicy(SchedulerConfig(step_time_target=0.028))
+    flood = [request("a", 1) for _ in range(200)]
+    timed(policy, [request("a", 1)], 4)
+    timed(policy, flood, 100)
+    assert timed(policy, flood, 200, 3 * EACH)[-1] <= 12
+    assert timed(policy, flood, 3000)[-1] >= 20
+
+
+def test_a_target_that_no_step_keeps_lets_single_rows_through():
+    policy = FairPolicy(SchedulerConfig(step_time_target=0.001))
+    flood = [request("a", 1) for _ in range(50)]
+    sizes = timed(policy, flood, 50)
+    assert sizes[-1] == 1 and min(sizes) == 1
+
+
+def test_a_request_with_a_target_waits_for_a_bounded_step_beside_any_flood():
+    """The rows of the step in flight when a small request comes, and of its own steps: 24 rows
+    take as long as the target."""
+    policy = FairPolicy(SchedulerConfig(step_time_target=0.028))
+    timed(policy, [request("a", 1)], 4)
+    flood = [request("a", 1) for _ in range(200)]
+    in_flight = timed(policy, flood, 60)[-1]
+    small = request("b", 1)
+    own = shares_of(policy, [*flood, small], 8)
+    assert in_flight <= 27 and max(map(sum, own)) <= 27
+    assert [step[-1] for step in own] == [1] * 8, "it sits out no step"

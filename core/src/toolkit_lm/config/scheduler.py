@@ -40,6 +40,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             none="fair for the server, else fcfs",
         ),
     ] = None
+    step_time_target: Annotated[
+        float | None,
+        option(
+            "Seconds that a step may take under the scheduling policy fair, by the measured times "
+            "of steps: rows beyond that sit it out.",
+            none="as long as its tokens take",
+            gt=0,
+        ),
+    ] = None
     drafter: Annotated[
         list[str] | None,
         option(

@@ -175,6 +175,11 @@ def _no_drafter(config: VllmConfig, plugins: Plugins) -> str | None:
     return None if config.scheduler.drafter else "there is no drafter"
 
 
+def _no_shares(config: VllmConfig, plugins: Plugins) -> str | None:
+    policy = config.scheduler.policy
+    return f"the policy {policy!r} shares no step" if policy in ("fcfs", "priority") else None
+
+
 def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:
     drafter = config.scheduler.drafter
     return (
@@ -230,6 +235,7 @@ RULES: dict[str, Reason] = {
     "encoder_cache_memory": _no_encoder_of_media,
     "feature_cache_memory": _no_encoder_of_media,
     "swap_memory": _no_swap,
+    "step_time_target": _no_shares,
     "preemption_mode": _no_draws,
     "draft_budget": _no_drafter,
     "overlap": _no_overlap,

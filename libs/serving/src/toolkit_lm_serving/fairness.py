@@ -26,6 +26,8 @@ before any measurement."""
 _RISE = 1.05
 """Factor by which the cheapest known step rises with each dearer one. So rows that cost more, as
 with log probabilities, soon count."""
+_FADE = 1.002
+"""Factor by which a dearer step counts for less with each step that its estimate has cut."""
 _SLOWER = 1.25
 """Longest time of a shared step, relative to one in which all clients want as little as the
 least."""
@@ -49,14 +51,19 @@ class FairPolicy(SchedulingPolicy):
       that runs most sequences gives way. Its last request is preempted, once in its life, for a
       client that would run fewer.
     - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all
-      clients wanted as little as the least. A prompt that cannot be cut is computed once its
-      client's shares have come to its length. Where requests before it leave too little of the
-      step, they leave room for it in the next one.
+      clients wanted as little as the least, and at most `step_time_target`. Rows without a share
+      sit the step out, and keep their blocks. What is left of a share that is no whole token counts
+      in the next step: a deficit round robin (Shreedhar and Varghese 1995).
+    - **What cannot be cut**, such as a beam search's rows, is computed once its client's shares
+      have come to its length. A step exceeds its bound for at most one of these. Where requests
+      before it leave too little of the step, they leave room for it in the next one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._num_places = config.max_num_seqs - config.max_num_seqs // _KEPT_FREE
+        self._token_budget = config.token_budget
+        self._target = config.step_time_target
         self._now = 0.0
         """The key of the latest request that runs, or ran."""
         self._clocks: dict[str, float] = {}
@@ -67,9 +74,17 @@ class FairPolicy(SchedulingPolicy):
         self._left: dict[str, int] | None = None
         """Tokens that each client may still compute in the planned step. None: as many as it
         wants."""
-        self._saved: dict[str, int] = {}
+        self._saved: dict[str, float] = {}
         """Tokens that each client could not use in the step before, because its prompt cannot be
-        cut."""
+        cut, or its share was no whole number."""
+        self._shares: dict[str, int] = {}
+        """Each client's share of the planned step alone, rounded up."""
+        self._exceeds = False
+        """The planned step has something that its client has saved up for."""
+        self._late: dict[str, None] = {}
+        """Clients that had saved enough to exceed a step's bound, but another did."""
+        self._turn: str | None = None
+        """The client that may exceed the planned step's bound. None: whoever comes first."""
         self._owed: int | None = None
         """Number of the request that the next step, or the planned one, leaves room for."""
         self._reserved = 0
@@ -79,6 +94,9 @@ class FairPolicy(SchedulingPolicy):
         self._computes = True
         """The step that is planned, or was planned last, computes something."""
         self._cost = StepCost()
+        self._cost_of_all = StepCost(all_steps=True)
+        """Of steps that compute prompts or drafts, too. Only the target asks it."""
+        self._drafts = bool(config.drafter)
 
     def key(self, request: Request) -> tuple[float, ...]:
         client = _client(request)
@@ -101,11 +119,13 @@ class FairPolicy(SchedulingPolicy):
         self._held = _rows_by_client(running)
         self._running = {request.number for request in running}
         saved, self._left, self._saved = self._saved, None, {}
+        self._exceeds = False
         waiting = self._with_places(waiting)
         self._reserve(running, waiting)
         # Where a step has computed nothing, the next one is not shared: somebody must get on.
         idle, self._computes = not self._computes, False
-        if not idle and len({*self._held, *map(_client, waiting)}) > 1:
+        num_clients = len({*self._held, *map(_client, waiting)})
+        if not idle and (num_clients > 1 or self._target is not None):
             self._share(running, waiting, saved)
         return waiting
 
@@ -142,24 +162,51 @@ class FairPolicy(SchedulingPolicy):
         return not held or held + request.num_rows <= self._num_places
 
     def _share(
-        self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]
+        self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, float]
     ) -> None:
         """Splits a step between clients, the one that wants least first."""
         wanted: Counter[str] = Counter()
         for request in (*running, *waiting):
             wanted[_client(request)] += request.num_wanted_tokens
         clients = sorted(wanted, key=wanted.__getitem__)
-        left = int(
-            _SLOWER * len(clients) * wanted[clients[0]]
-            + (_SLOWER - 1) * self._cost.num_tokens_of_base
-        )
+        fewest = wanted[clients[0]] if clients else 0
+        num_rows = sum(self._held.values())
+        left = float(self._bound(len(clients), fewest, prompts=wanted.total() > num_rows))
         if wanted.total() <= left:
+            self._late = {}
             return
-        self._left = {}
+        self._late = {client: None for client in self._late if client in wanted}
+        self._turn = next(iter(self._late), None)
+        if self._turn is not None:
+            del self._late[self._turn]
+        self._left, self._shares = {}, {}
         for position, client in enumerate(clients):
-            share = min(wanted[client], left // (len(clients) - position))
+            share = min(wanted[client], left / (len(clients) - position))
             left -= share
-            self._left[client] = share + saved.get(client, 0)
+            self._shares[client] = math.ceil(share)
+            credit = share + saved.get(client, 0)
+            self._left[client] = max(0, int(credit))
+            self._saved[client] = credit - self._left[client]
+        # Whole tokens of what is left of the shares. Sums of fractions may lack a little.
+        spare = int(sum(self._saved.values()) + 1e-6)
+        for client in sorted(clients, key=lambda client: -self._saved[client])[:spare]:
+            self._left[client] += 1
+            self._saved[client] -= 1
+
+    def _bound(self, num_clients: int, least: int, *, prompts: bool) -> int:
+        """Tokens of a step for so many clients, of which one wants the least. `prompts`: it
+        computes some."""
+        bound = self._token_budget
+        if num_clients > 1:
+            shared = _SLOWER * num_clients * least
+            bound = min(bound, int(shared + (_SLOWER - 1) * self._cost.num_tokens_of_base))
+        if self._target is not None:
+            cost = self._cost_of_all if prompts or self._drafts else self._cost
+            within = cost.num_tokens_within(self._target)
+            if within < bound:
+                bound = within
+                cost.fade(within, self._target)
+        return bound
 
     def grant(self, request: Request, budget: int) -> int:
         client = _client(request)
@@ -192,12 +239,26 @@ class FairPolicy(SchedulingPolicy):
         assert self._left is not None, "the step is shared"
         left = self._left.get(client, 0)
         granted = min(left, request.num_wanted_tokens, budget)
-        if granted < (least := request.least_tokens):
-            self._saved[client] = min(left, least)
-            self._left[client] = left - self._saved[client]
+        least = request.least_tokens
+        usual = self._shares.get(client, 0) + 1
+        if least <= usual:
+            granted = min(granted, usual)
+        if granted < least or (least > usual and not self._may_exceed(client)):
+            saved = min(left, least)
+            self._saved[client] = self._saved.get(client, 0) + saved
+            self._left[client] = left - saved
             return 0
         self._left[client] = left - granted
         return granted
+
+    def _may_exceed(self, client: str) -> bool:
+        """Whether a client may compute what it has saved up for. A step has that of a single
+        client, the one whose turn it is."""
+        if not self._exceeds and self._turn in (None, client):
+            self._exceeds = True
+            return True
+        self._late[client] = None
+        return False
 
     def overtakes(self, request: Request, other: Request) -> bool:
         return self._held[_client(request)] + request.num_rows <= self._held[_client(other)]
@@ -220,18 +281,22 @@ class FairPolicy(SchedulingPolicy):
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         self._cost.observe(plan, seconds)
+        if self._target is not None:
+            self._cost_of_all.observe(plan, seconds)
 
 
 class StepCost:
     """The time of a decode step by its rows: base + rows * each. The estimate comes from the
     cheapest steps of few and of many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, all_steps: bool = False) -> None:
+        """`all_steps`: steps that compute more than a token of each row count too, by tokens."""
+        self._all_steps = all_steps
         self._cheapest: dict[int, tuple[int, float]] = {}
         """Rows and seconds of the cheapest step, by the number of the rows' binary digits."""
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        rows = len(plan.scheduled)
+        rows = plan.num_tokens if self._all_steps else len(plan.scheduled)
         if rows == 0 or plan.num_tokens != rows:
             return
         size = rows.bit_length()
@@ -253,6 +318,24 @@ class StepCost:
             return _GUESS
         each = max((many[1] - few[1]) / (many[0] - few[0]), 1e-9)
         return int(min(max(few[1] / each - few[0], _FEWEST), _MOST))
+
+    def num_tokens_within(self, seconds: float) -> int:
+        """Tokens of a step of at most so many seconds, at least one: interpolated between known
+        steps. Beyond the largest known one it is twice that, and at least `_GUESS`, so that larger
+        ones become known."""
+        rows, before = 0, 0.0
+        for more, taken in sorted(self._cheapest.values()):
+            if taken > seconds:
+                return max(1, rows + round((more - rows) * (seconds - before) / (taken - before)))
+            rows, before = more, taken
+        return max(_GUESS, 2 * rows)
+
+    def fade(self, rows: int, seconds: float) -> None:
+        """A step was cut to so many rows by the times of longer ones, which nothing would correct
+        otherwise: they fall, as far as a tenth over the seconds that were aimed at."""
+        for size, (most, taken) in self._cheapest.items():
+            if size > rows.bit_length():
+                self._cheapest[size] = (most, min(taken, max(taken / _FADE, 1.1 * seconds)))
 
 
 def _client(request: Request) -> str:
