@@ -510,7 +510,8 @@ def test_a_step_of_too_few_tokens_is_shared():
         assert (sum(step[:64]), sum(step[64:])) == (32, 32)
 
 
-BASE, EACH = 0.004, 0.001
+BASE = 0.004
+EACH = 0.001
 """Seconds of a simulated step, and of each of its rows."""
 
 

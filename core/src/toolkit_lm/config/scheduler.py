@@ -42,12 +42,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = None
     step_time_target: Annotated[
         float | None,
-        option(
-            "Seconds that a step may take under the scheduling policy fair, by the measured times "
-            "of steps: rows beyond that sit it out.",
-            none="as long as its tokens take",
-            gt=0,
-        ),
+        option("Seconds that a step may take under the policy fair.", none="unbounded", gt=0),
     ] = None
     drafter: Annotated[
         list[str] | None,

@@ -89,8 +89,7 @@ class LLMOptions(TypedDict, total=False):
     """Order of admission, by name. fcfs: by arrival. fair: by turns between clients. priority:
     by the request's number, smallest first. Or a plugin's."""
     step_time_target: float | None
-    """Seconds that a step may take under the scheduling policy fair, by the measured times of
-    steps: rows beyond that sit it out."""
+    """Seconds that a step may take under the policy fair."""
     drafter: list[str] | None
     """Speculative decoding: drafters, by name. Of several, a step takes the drafts of the best."""
     draft_budget: Literal["auto", "all"]

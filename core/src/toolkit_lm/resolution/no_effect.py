@@ -176,8 +176,8 @@ def _no_drafter(config: VllmConfig, plugins: Plugins) -> str | None:
 
 
 def _no_shares(config: VllmConfig, plugins: Plugins) -> str | None:
-    policy = config.scheduler.policy
-    return f"the policy {policy!r} shares no step" if policy in ("fcfs", "priority") else None
+    unshared = config.scheduler.policy in ("fcfs", "priority")
+    return "the scheduling policy shares no step" if unshared else None
 
 
 def _no_overlap(config: VllmConfig, plugins: Plugins) -> str | None:

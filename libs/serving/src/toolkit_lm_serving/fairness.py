@@ -52,8 +52,8 @@ class FairPolicy(SchedulingPolicy):
       client that would run fewer.
     - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all
       clients wanted as little as the least, and at most `step_time_target`. Rows without a share
-      sit the step out, and keep their blocks. What is left of a share that is no whole token counts
-      in the next step: a deficit round robin (Shreedhar and Varghese 1995).
+      sit the step out, and keep their blocks. Fractions of a token count in the next step: a
+      deficit round robin (Shreedhar and Varghese 1995).
     - **What cannot be cut**, such as a beam search's rows, is computed once its client's shares
       have come to its length. A step exceeds its bound for at most one of these. Where requests
       before it leave too little of the step, they leave room for it in the next one.
@@ -179,7 +179,8 @@ class FairPolicy(SchedulingPolicy):
         self._turn = next(iter(self._late), None)
         if self._turn is not None:
             del self._late[self._turn]
-        self._left, self._shares = {}, {}
+        self._left = {}
+        self._shares = {}
         for position, client in enumerate(clients):
             share = min(wanted[client], left / (len(clients) - position))
             left -= share
@@ -323,11 +324,13 @@ class StepCost:
         """Tokens of a step of at most so many seconds, at least one: interpolated between known
         steps. Beyond the largest known one it is twice that, and at least `_GUESS`, so that larger
         ones become known."""
-        rows, before = 0, 0.0
+        rows = 0
+        before = 0.0
         for more, taken in sorted(self._cheapest.values()):
             if taken > seconds:
                 return max(1, rows + round((more - rows) * (seconds - before) / (taken - before)))
-            rows, before = more, taken
+            rows = more
+            before = taken
         return max(_GUESS, 2 * rows)
 
     def fade(self, rows: int, seconds: float) -> None:
