@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
+from toolkit_lm_server.threads import aside
+
 _JSON = msgspec.json.Encoder().encode
 _MSGPACK = msgspec.msgpack.Encoder().encode
 _MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack")
@@ -23,11 +25,11 @@ async def answer(
     """Answers with the value that `make` returns, in JSON or msgpack.
 
     `is_large`: a thread makes and encodes it, because millions of numbers would block the event
-    loop. A value that is an iterator is a list whose items are made and encoded one at a time.
-    Other threads run between items only.
+    loop. It does so for large bodies, too, of which an answer may tell. A value that is an iterator
+    is a list whose items are made and encoded one at a time. Other threads run between items only.
     """
     encode = _encoded if media_type == "application/json" else _packed
-    body = await asyncio.to_thread(encode, make) if is_large else encode(make)
+    body = await (asyncio.to_thread if is_large else aside)(encode, make)
     return Response(body, media_type=media_type)
 
 

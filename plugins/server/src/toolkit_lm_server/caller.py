@@ -33,6 +33,8 @@ class Caller(Struct):
     have none."""
     keep_alive: float | None = None
     """Seconds after which an idle stream sends a comment."""
+    is_large: bool = False
+    """The body is so large that work on all of it would hold up the event loop."""
     takes_templates: bool = False
     """The body may bring a chat template."""
     refuses_hosted_tools: bool = False

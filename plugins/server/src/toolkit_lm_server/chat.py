@@ -32,6 +32,7 @@ from toolkit_lm_server.prefills import MARKS, prefilled
 from toolkit_lm_server.protocol import ChatBody
 from toolkit_lm_server.route import caller_of, check_generates, check_priority, request_context
 from toolkit_lm_server.stored_chats import ChatStore, StoringChatBody, Streamed
+from toolkit_lm_server.threads import aside
 from toolkit_lm_server.tool_texts import with_tool_texts
 from toolkit_lm_server.tools import ToolUse, tool_use, with_functions
 from toolkit_lm_server.unknown_fields import STRICT, is_plain
@@ -125,11 +126,11 @@ class Chat:
 
         `names`: another API's names by our fields.
         """
-        return await self.begin(validated(self.body, fields), context, names)
+        return await self.begin(await aside(validated, self.body, fields), context, names)
 
     async def count(self, fields: Mapping[str, Any], context: dict[str, str]) -> int:
         """The number of tokens of a body's prompt. Raises the errors of `ask`."""
-        body = validated(self.body, fields)
+        body = await aside(validated, self.body, fields)
         engine = self._engines[body.model]
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         found, options = _prefilled([body.messages], self._render_options(body))

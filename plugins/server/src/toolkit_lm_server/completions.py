@@ -33,6 +33,7 @@ from toolkit_lm_server.logprobs import (
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import SamplingBody, examples
 from toolkit_lm_server.route import check_generates, check_priority, request_context
+from toolkit_lm_server.threads import aside
 
 if TYPE_CHECKING:
     from toolkit_lm.outputs import RequestOutput
@@ -242,7 +243,7 @@ class Completions:
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> Generation:
         """Checks the fields of a body, and asks the engine as `begin` does. Raises
         RequestValidationError, too."""
-        return await self.begin(validated(self.body, fields), context)
+        return await self.begin(await aside(validated, self.body, fields), context)
 
     def _whole(
         self, body: CompletionBody, generation: Generation, choices: Sequence[ChoicePiece]

@@ -38,6 +38,7 @@ from toolkit_lm_server.pooling_protocol import (
     read_texts,
 )
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.threads import aside
 
 if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
@@ -252,7 +253,7 @@ class Embeddings:
     ) -> list[PoolingRequestOutput]:
         body.check_input()
         if body.messages is None:
-            prompts, names = read_inputs(body.input, self._options.max_inputs)
+            prompts, names = await aside(read_inputs, body.input, self._options.max_inputs)
             if body.add_special_tokens is False:
                 prompts = await self._bare(engine, body, prompts, request)
             return await self._pooled(engine, body, request, params, Inputs(prompts, names))

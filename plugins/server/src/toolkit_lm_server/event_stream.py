@@ -28,6 +28,9 @@ class Source(Protocol):
 SourceT = TypeVar("SourceT", bound=Source)
 Events = AsyncGenerator[list[dict[str, Any]], None]
 
+_LONG = 5_000
+"""Characters or items that the event loop itself encodes at once."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -76,7 +79,7 @@ class EventStream(Response):
                         await send_counted(
                             {
                                 "type": "http.response.body",
-                                "body": b"".join(map(self.frame, events)),
+                                "body": await self._framed(events),
                                 "more_body": True,
                             }
                         )
@@ -91,6 +94,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _framed(self, events: list[dict[str, Any]]) -> bytes:
+        """The bytes of objects. Those that repeat a large body's prompt are made in a thread."""
+        if CALLER.get().is_large and any(map(_is_long, events)):
+            return await asyncio.to_thread(lambda: b"".join(map(self.frame, events)))
+        return b"".join(map(self.frame, events))
+
     @staticmethod
     def frame(event: dict[str, Any]) -> bytes:
         """The bytes of an object in the stream."""
@@ -100,6 +109,15 @@ class EventStream(Response):
     def failure(error: ApiError) -> dict[str, Any]:
         """The last object of a stream that fails and has not told of it by itself."""
         return error.body
+
+
+def _is_long(event: dict[str, Any]) -> bool:
+    """Whether an object has a long text or list, itself or in a choice."""
+    return any(
+        isinstance(value, str | list) and len(value) > _LONG
+        for part in (event, *event.get("choices", ()))
+        for value in part.values()
+    )
 
 
 @asynccontextmanager

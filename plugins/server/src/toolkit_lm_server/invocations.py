@@ -22,6 +22,7 @@ from toolkit_lm_server.pooling_protocol import (
 )
 from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
+from toolkit_lm_server.threads import aside
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
@@ -57,7 +58,7 @@ class Invocations:
         """Answers as the route of such bodies: chats, completions, embeddings, classes, pooling,
         scores, ranks."""
         handler, kind = self._route(body)
-        return await handler(validated(kind, body), request)
+        return await handler(await aside(validated, kind, body), request)
 
     def _route(self, body: dict[str, Any]) -> tuple[Handler, type[Body]]:
         name = body.get("model")

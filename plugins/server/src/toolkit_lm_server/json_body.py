@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
@@ -26,8 +27,8 @@ _VALUE = 256
 """Bytes of memory for each value and name of JSON, beside its text: an object of Python, and one of
 pydantic."""
 
-_SMALL = 2**15
-"""Most bytes of a body that is parsed at once."""
+SMALL = 2**15
+"""Most bytes of a body that the event loop itself works on."""
 _FEWEST_VALUES = 2**14
 """Values that JSON may have, however small max_body_size is."""
 _BYTES_OF_VALUE = 64
@@ -44,26 +45,43 @@ class JsonRequest(Request):
     of too many values."""
 
     def __init__(
-        self, request: Request, body: bytes, bodies: Bodies, scope: Scope | None = None
+        self,
+        request: Request,
+        body: bytes,
+        bodies: Bodies,
+        scope: Scope | None = None,
+        kind: type[BaseModel] | None = None,
     ) -> None:
-        """`scope`: the scope to use in place of the request's own."""
+        """`scope`: the scope to use in place of the request's own. `kind`: the class of the
+        body."""
         super().__init__(scope or request.scope, _replay(body))
         self._bytes = body
         self._bodies = bodies
+        self._kind = kind
 
     async def json(self) -> Any:
-        """The parsed body. Raises JSONDecodeError, and ValueError for an integer with thousands of
-        digits."""
-        if len(self._bytes) < _SMALL:
+        """The parsed body. A large one that is valid is an object of its class, as FastAPI would
+        make it.
+
+        Raises JSONDecodeError, and ValueError for an integer with thousands of digits.
+        """
+        if len(self._bytes) < SMALL:
             return _parse(self._bytes, self._bodies.max_values)
         # The parser lets no other thread run, and so is held to half of the time: one body after
         # the other, with a rest between them.
         async with self._bodies.parsing:
             start = time.perf_counter()
             try:
-                return await asyncio.to_thread(_parse, self._bytes, self._bodies.max_values)
+                return await asyncio.to_thread(self._checked)
             finally:
                 await asyncio.sleep(time.perf_counter() - start)
+
+    def _checked(self) -> Any:
+        found = _parse(self._bytes, self._bodies.max_values)
+        # FastAPI leaves an object of the class as it is, and finds the same errors in others.
+        with suppress(ValidationError):
+            return found if self._kind is None else self._kind.model_validate(found)
+        return found
 
 
 def _most_values(body: bytes) -> int:

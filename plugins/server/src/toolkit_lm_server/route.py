@@ -28,7 +28,7 @@ from toolkit_lm_server.errors import (
     described,
 )
 from toolkit_lm_server.health import Readiness
-from toolkit_lm_server.json_body import Bodies, JsonRequest, read_body
+from toolkit_lm_server.json_body import SMALL, Bodies, JsonRequest, read_body
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.limits.key_limits import Account
 from toolkit_lm_server.metrics import Metrics
@@ -202,11 +202,14 @@ def _bounded(route: ServerRoute, handle: Handle) -> Handle:
     """A layer that reads the body within its limits. The work on it ends when the client
     disconnects."""
 
+    kind = _body_kind(route)
+
     async def bounded(request: Request) -> Response:
         with route.bodies.hold() as reserve:
             body = await read_body(request, route.max_body_bytes, reserve)
             reserve(route.bodies.cost(body) - len(body))
-            read = JsonRequest(request, body, route.bodies, route.scope_of(request))
+            caller_of(request).is_large = len(body) >= SMALL
+            read = JsonRequest(request, body, route.bodies, route.scope_of(request), kind)
             response = await unless_disconnected(request.receive, handle(read))
         unknown = caller_of(request).unknown
         if unknown is not None and unknown.names:
@@ -214,6 +217,16 @@ def _bounded(route: ServerRoute, handle: Handle) -> Handle:
         return response
 
     return bounded
+
+
+def _body_kind(route: ServerRoute) -> type[BaseModel] | None:
+    """The class of the route's body. None where the body is none, a form, or another value."""
+    if route.body_field is None or not any(
+        route.body_field is field for field in route.dependant.body_params
+    ):
+        return None
+    kind = route.body_field.field_info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 LAYERS: Sequence[Layer] = (_introduced, _worded, _admitted, _bounded)

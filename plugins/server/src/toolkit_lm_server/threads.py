@@ -130,6 +130,14 @@ def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+async def aside(work: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `work`, which may look at all of the request's body. A shared thread does it
+    where the body is large."""
+    if CALLER.get().is_large:
+        return await asyncio.to_thread(work, *arguments)
+    return work(*arguments)
+
+
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
     """A future of the result of `work`, which runs in a daemon thread."""
     future: Future[Result] = Future()

@@ -21,6 +21,7 @@ from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import COMMON, refused
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.schema_texts import Described
+from toolkit_lm_server.threads import aside
 
 if TYPE_CHECKING:
     from toolkit_lm_server.generation import ChoicePiece, Generation
@@ -112,7 +113,7 @@ class TokenRoutes:
     async def generate(self, body: TokenGenerateBody, request: Request) -> Response:
         """Continues a prompt of tokens. The answer has tokens, and no text."""
         completions = self._api.completions
-        completion = validated(completions.body, body.completion())
+        completion = await aside(lambda: validated(completions.body, body.completion()))
         generation = await completions.begin(completion, request_context(request))
         choices = await generation.choices()
         top = completion.logprobs

@@ -42,6 +42,7 @@ from toolkit_lm_server.responses.schemas import (
 )
 from toolkit_lm_server.responses.store import ResponseStore, Turns
 from toolkit_lm_server.route import caller_of, request_context, with_body
+from toolkit_lm_server.threads import aside
 
 _PATH = "/v1/responses"
 _STREAM = "The answer is the events of the response, once it is made."
@@ -95,7 +96,7 @@ class Responses:
 
         making = kind(self._chat, body, dialogue, request_context(request), output, keep)
         if body.background:
-            self._check_background(body.chat([], dialogue.messages), keeps)
+            await self._check_background(body.chat([], dialogue.messages), keeps)
             self._background.start(output.id, making.settle)
             keep(queued := output.state("queued"))
             return await answer(lambda: queued, is_large=False)
@@ -140,10 +141,10 @@ class Responses:
             )
         return self._store.is_on and body.store is not False
 
-    def _check_background(self, chat: dict[str, Any], keeps: bool) -> None:
+    async def _check_background(self, chat: dict[str, Any], keeps: bool) -> None:
         """Raises ApiError or RequestError for an answer that cannot be made in the background."""
         try:
-            validated(self._chat.body, chat)
+            await aside(validated, self._chat.body, chat)
         except RequestValidationError as error:
             raise renamed(as_api_error(error), NAMES) from error
         if not keeps:

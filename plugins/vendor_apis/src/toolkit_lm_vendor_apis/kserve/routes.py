@@ -16,6 +16,7 @@ from toolkit_lm_server.answers import encoded
 from toolkit_lm_server.errors import as_api_error, described, renamed
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.pooled import pool
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.kserve import schemas
 from toolkit_lm_vendor_apis.kserve.body import IDS, MASK, OUTPUTS, TASKS, InferBody, Task
@@ -93,7 +94,7 @@ class Kserve:
         if body.model is not None and self._api.engines[body.model] is not engine:
             raise RequestError("model must be the one that the path names.", "model")
         task = body.task(engine.tasks)
-        prompts = body.prompts(self._api.options.max_inputs)
+        prompts = await aside(body.prompts, self._api.options.max_inputs)
         truncate = body.parameters is not None and body.parameters.truncate
         try:
             outputs = await pool(

@@ -13,11 +13,12 @@ from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, are_large
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.threads import aside
 
-from toolkit_lm_vendor_apis.llama_cpp.body import NAMES, LlamaCompletionBody, LlamaPrompt
+from toolkit_lm_vendor_apis.llama_cpp.body import NAMES, LlamaCompletionBody
 from toolkit_lm_vendor_apis.llama_cpp.output import Answers, LlamaEvents, settings_of
 from toolkit_lm_vendor_apis.llama_cpp.slots import Slots
-from toolkit_lm_vendor_apis.llama_cpp.tokens import token_ids_of
+from toolkit_lm_vendor_apis.llama_cpp.tokens import texts_of, token_ids_of
 
 if TYPE_CHECKING:
     from toolkit_lm_serving.engine import ServingEngine
@@ -40,7 +41,7 @@ class Completing:
         begun = await begin
         choices = await begun.generation.choices()
         if len(choices) == 1:
-            begun.answers.keep(choices[0].token_ids)
+            await aside(begun.answers.keep, choices[0].token_ids)
         if body.is_several or len(choices) > 1:
             content = await asyncio.to_thread(
                 lambda: bytes(encoded([*map(begun.answers.whole, choices)]))
@@ -53,10 +54,10 @@ class Completing:
         engine = self._api.engines[body.model]
         completions = self._api.completions
         try:
-            fields = body.completion() | await _in_tokens(
+            fields = await aside(body.completion) | await _in_tokens(
                 engine, body, context, self._api.options.max_prompts
             )
-            completion = validated(completions.body, fields)
+            completion = await aside(validated, completions.body, fields)
             settings = settings_of(completion.params(), body.n_probs or 0, stream=bool(body.stream))
             generation = await completions.begin(completion, context)
         except Exception as error:
@@ -86,11 +87,11 @@ async def _in_tokens(
 ) -> dict[str, Any]:
     """The prompts, at most `most`, and the biases of a body as a plain completion has them. Raises
     RequestError."""
-    prompts = body.prompts(most)
+    prompts = await aside(body.prompts, most)
     biases = body.biases()
     renderer = engine.renderer
     texts = [part for part, _ in biases if isinstance(part, str)]
-    texts += [text for prompt in prompts if isinstance(prompt, list) for text in _texts(prompt)]
+    texts += await aside(texts_of, prompts)
     made: dict[str, Any] = {"prompt": prompts}
     with engine.hold_rendering(texts, {"context": context}):
         if not all(isinstance(prompt, str) for prompt in prompts):
@@ -104,7 +105,3 @@ async def _in_tokens(
                 for token in await token_ids_of(renderer, [part], add_special=False)
             }
     return made
-
-
-def _texts(prompt: LlamaPrompt) -> list[str]:
-    return [part for part in prompt if isinstance(part, str)]

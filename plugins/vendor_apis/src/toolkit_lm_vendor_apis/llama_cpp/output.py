@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.generation import ChoicePiece, Generation, timings_of
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.llama_cpp.body import RANDOM_SEED, LlamaCompletionBody
 from toolkit_lm_vendor_apis.llama_cpp.errors import worded
@@ -69,14 +70,14 @@ class Answers:
             for piece in pieces:
                 tokens.setdefault(piece.index, []).extend(piece.token_ids)
                 if piece.finish_reason is not None:
-                    self.keep(tokens.pop(piece.index), piece.index)
+                    await aside(self.keep, tokens.pop(piece.index), piece.index)
                 if self._body.return_progress and piece.index not in texts:
                     events.append(self._progress(piece))
                 texts[piece.index] = texts.get(piece.index, "") + piece.text
                 if piece.text or piece.logprobs:
                     events.append(self._part(piece))
                 if piece.finish_reason is not None:
-                    ended = self._ended(piece, "", texts[piece.index], [], ())
+                    ended = await aside(self._ended, piece, "", texts[piece.index], [], ())
                     events.append(self._picked(ended))
             yield events
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
@@ -11,12 +12,14 @@ from toolkit_lm_server.answers import answer
 from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.render_protocol import DetokenizeBody
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.threads import aside
 from toolkit_lm_server.tokens import Tokens
 
 from toolkit_lm_vendor_apis.llama_cpp.body import (
     ApplyTemplateBody,
     LlamaPrompt,
     LlamaTokenizeBody,
+    Part,
 )
 
 if TYPE_CHECKING:
@@ -38,22 +41,21 @@ class LlamaTokenizer:
         model = self._engines[body.model]
         if body.prompt is not None or body.messages is not None:
             raise RequestError("Give one of 'content', 'prompt' and 'messages'.", "content")
-        content = body.parts()
+        content = await aside(body.parts)
         texts = [content] if isinstance(content, str) else [*content]
         with model.hold_rendering(texts, {"context": request_context(request)}):
             renderer = model.renderer
             tokens = await token_ids_of(renderer, content, add_special=body.add_special)
             if not body.with_pieces:
                 return await answer(lambda: {"tokens": tokens})
-            check_token_ids(tokens, renderer.vocab_size, "content")
             return await answer(lambda: {"tokens": _pieces(renderer, tokens)})
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids: llama.cpp's `content`, and vLLM's `prompt`."""
         renderer = self._engines[body.model].renderer
-        check_token_ids(body.tokens, renderer.vocab_size, "tokens")
 
         def made() -> dict[str, Any]:
+            check_token_ids(body.tokens, renderer.vocab_size, "tokens")
             text = renderer.decode(body.tokens)
             return {"content": text, "prompt": text}
 
@@ -80,17 +82,29 @@ async def token_ids_of(renderer: Renderer, prompt: LlamaPrompt, *, add_special: 
     with which it begins."""
     parts = [prompt] if isinstance(prompt, str) else prompt
     made: list[int] = []
-    for index, part in enumerate(parts):
-        if isinstance(part, int):
-            made.append(part)
-            continue
+    done = 0
+    for index, text in await aside(_texts_among, parts):
+        made += cast(list[int], parts[done:index])
         special = add_special and index == 0
-        rendered = await renderer.render_prompt_async(part, add_special_tokens=special)
+        rendered = await renderer.render_prompt_async(text, add_special_tokens=special)
         made += rendered.token_ids
-    return made
+        done = index + 1
+    return made + cast(list[int], parts[done:])
+
+
+def texts_of(prompts: Sequence[LlamaPrompt]) -> list[str]:
+    """The texts among the token ids of prompts."""
+    lists = [prompt for prompt in prompts if isinstance(prompt, list)]
+    return [text for parts in lists for _, text in _texts_among(parts)]
+
+
+def _texts_among(parts: Sequence[Part]) -> list[tuple[int, str]]:
+    """The texts among token ids, with their indices."""
+    return [(index, part) for index, part in enumerate(parts) if isinstance(part, str)]
 
 
 def _pieces(renderer: Renderer, token_ids: list[int]) -> list[dict[str, Any]]:
+    check_token_ids(token_ids, renderer.vocab_size, "content")
     return [
         {"id": token, "piece": _piece(content)}
         for token, content in zip(token_ids, renderer.token_bytes(token_ids), strict=True)

@@ -18,9 +18,10 @@ from toolkit_lm_server.pooled import pool
 from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import POOLING
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.llama_cpp.body import PROMPT, is_several, prompts_of
-from toolkit_lm_vendor_apis.llama_cpp.tokens import token_ids_of
+from toolkit_lm_vendor_apis.llama_cpp.tokens import texts_of, token_ids_of
 
 _WHOLE = 2
 """The norm of vectors where a body names none: their Euclidean length is 1."""
@@ -71,22 +72,19 @@ class Vectors:
         """Embeds each prompt as one vector."""
         engine = self._api.engines[body.model]
         value, field = body.check()
-        prompts = prompts_of(value, field, self._api.options.max_inputs, "max_inputs")
-        texts = [part for prompt in prompts if isinstance(prompt, list) for part in prompt]
+        most = self._api.options.max_inputs
+        prompts = await aside(prompts_of, value, field, most, "max_inputs")
+        texts = await aside(texts_of, prompts)
         made: list[Prompt] = []
-        with engine.hold_rendering(
-            [text for text in texts if isinstance(text, str)],
-            {"context": request_context(request)},
-        ):
+        with engine.hold_rendering(texts, {"context": request_context(request)}):
             for prompt in prompts:
                 if isinstance(prompt, str):
                     made.append(prompt)
                     continue
                 ids = await token_ids_of(engine.renderer, prompt, add_special=True)
                 made.append(TokensPrompt(prompt_token_ids=ids))
-        names = (
-            [f"{field}[{index}]" for index in range(len(made))] if is_several(value) else [field]
-        )
+        is_list = await aside(is_several, value)
+        names = [f"{field}[{index}]" for index in range(len(made))] if is_list else [field]
         outputs = await pool(
             engine,
             body,

@@ -19,6 +19,7 @@ from toolkit_lm_server.pooled import pool
 from toolkit_lm_server.pooling_protocol import ClassifyBody, read_inputs
 from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import POOLING, refused
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.sglang.body import id_of
 
@@ -114,7 +115,7 @@ class Encoding:
         start = time.perf_counter()
         engine = self._api.engines[body.model]
         try:
-            inputs = read_inputs(value, self._api.options.max_inputs)
+            inputs = await aside(read_inputs, value, self._api.options.max_inputs)
             outputs = await pool(
                 engine,
                 body,

@@ -16,6 +16,7 @@ from toolkit_lm_server.errors import as_api_error, described, renamed, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import ServerRoute, request_context, vllm_route
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.sglang.body import NAMES, SglangGenerateBody
 from toolkit_lm_vendor_apis.sglang.encoding import Encoding
@@ -54,7 +55,7 @@ class Sglang:
         completions = self._api.completions
         start = time.perf_counter()
         try:
-            completion = validated(completions.body, body.completion())
+            completion = await aside(lambda: validated(completions.body, body.completion()))
             generation = await completions.begin(completion, context)
             return Answers(body, generation, completion.params().n, start)
         except Exception as error:

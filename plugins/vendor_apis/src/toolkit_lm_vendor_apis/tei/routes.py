@@ -20,6 +20,7 @@ from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.pooled import pool, sparse
 from toolkit_lm_server.pooling_protocol import RerankBody
 from toolkit_lm_server.reranking import Reranking
+from toolkit_lm_server.threads import aside
 
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 from toolkit_lm_vendor_apis.tei import schemas
@@ -92,7 +93,7 @@ class Tei:
     async def predict(self, body: PredictBody, request: Request) -> Response:
         """The labels of each input with their scores, the likeliest first."""
         engine = self._api.engines[body.model]
-        inputs = body.texts(self._most)
+        inputs = await aside(body.texts, self._most)
         params = PoolingParams(task="classify", use_activation=False if body.raw_scores else None)
         _check_task(engine, "classify")
         names = [f"inputs[{index}]" for index in range(len(inputs))]
@@ -121,7 +122,7 @@ class Tei:
             exclude={"texts", "raw_scores", "return_text", "truncate", "truncation_direction"},
         )
         if texts is None:
-            return await self._reranking.rerank(validated(RerankBody, fields), request)
+            return await self._reranking.rerank(await aside(validated, RerankBody, fields), request)
         check_size(texts, self._most)
         if not texts:
             raise RequestError("texts is an empty list: give at least one.", "texts")
@@ -129,7 +130,7 @@ class Tei:
         fields |= {"documents": texts, "truncate_prompt_tokens": longest}
         fields |= {"use_activation": False} if body.raw_scores else {}
         sides: dict[str, str | list[str]] = {"query": body.query, "texts": texts}
-        whole = validated(RerankBody, fields)
+        whole = await aside(validated, RerankBody, fields)
         try:
             scores, _ = await self._reranking.scored(engine, whole, request, sides)
         except ApiError as error:
@@ -166,13 +167,15 @@ class Tei:
     async def decode(self, body: DecodeBody) -> Response:
         """The text of each list of token ids."""
         renderer = self._api.engines[body.model].renderer
-        lists = body.lists(self._most)
-        for ids in lists:
-            check_token_ids(ids, renderer.vocab_size, "ids")
         skip = body.skip_special_tokens
-        return await _listed(
-            lambda: [renderer.decode(ids, skip_special_tokens=skip) for ids in lists]
-        )
+
+        def made() -> list[str]:
+            lists = body.lists(self._most)
+            for ids in lists:
+                check_token_ids(ids, renderer.vocab_size, "ids")
+            return [renderer.decode(ids, skip_special_tokens=skip) for ids in lists]
+
+        return await _listed(made)
 
     async def info(self) -> dict[str, Any]:
         """Properties of the model, and the server's limits."""
@@ -202,7 +205,7 @@ class Tei:
         engine = self._api.engines[body.model]
         _check_task(engine, params.task)
         try:
-            prompts, names = body.prompts(self._most)
+            prompts, names = await aside(body.prompts, self._most)
             return await pool(
                 engine,
                 body,
