@@ -494,8 +494,16 @@ def test_models_with_an_encoder_keep_nothing(tmp_path, caplog):
         max_position_embeddings=64,
     )
     folder = make_checkpoint(tmp_path / "bart", BartForConditionalGeneration(config).eval())
+    prompt = {
+        "encoder_prompt": {"prompt_token_ids": [5, 6, 7]},
+        "decoder_prompt": {"prompt_token_ids": [2, *range(10, 20)]},
+    }
+    other = {**prompt, "encoder_prompt": {"prompt_token_ids": [5, 6, 8]}}
     with engine(folder, tmp_path / "kv", max_model_len=32) as llm:
-        llm.generate([{"encoder_prompt": {"prompt_token_ids": [5, 6, 7]}}], LOUD, use_tqdm=False)
+        # On the device, the decoder's prefix is of its encoder's input.
+        assert answers(llm, [prompt])[1] == [0]
+        assert answers(llm, [prompt])[1] == [8]
+        assert answers(llm, [other])[1] == [0]
         assert llm.engine.client.core.scheduler.tiers.tiers == {}
-    assert "no KV blocks are kept" in caplog.text
+    assert "depend on the encoder's whole input" in caplog.text
     assert not segments(tmp_path / "kv")

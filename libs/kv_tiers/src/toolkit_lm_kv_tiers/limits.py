@@ -32,7 +32,10 @@ def num_bytes(name: str, text: str | None) -> int:
 def why_off(kv_cache: KVCacheConfig) -> str | None:
     """Reason for which an engine's blocks cannot be kept in a tier; None: they can."""
     if any(group.spec.of_encoder for group in kv_cache.groups):
-        return "requests of models with an encoder are not loaded from KV tiers"
+        return (
+            "keys and values of cross attention depend on the encoder's whole input, and are no "
+            "prefixes of others"
+        )
     if (group := kv_cache.without_prefixes) is not None:
         return f"blocks of the kind {group.spec.kind!r} are no prefixes of others"
     return None
