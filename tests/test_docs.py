@@ -501,6 +501,7 @@ def test_the_flags_in_the_guides_exist():
         "--quick",
         "--wake",
         "--requests",
+        "--against",
     }
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
     # Flags of `toolkit kv`.
