@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -120,7 +121,12 @@ def test_a_stream_comes_through(pool):
     body = {**request_of("chat")["json"], "stream": True}
     with pool.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
-    assert len(lines) > 3 and lines[-1] == "data: [DONE]"
+    assert lines.pop() == "data: [DONE]"
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines]
+    # Texts that wait are sent as one: their number is that of no token.
+    [whole] = pool.ask("chat", "chat").json()["choices"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole["message"]["content"]
+    assert deltas[0]["role"] == "assistant"
 
 
 def test_wrong_names_and_bodies(pool):
