@@ -15,6 +15,8 @@ ALLOWED = {
     "ranks may be threads, and an executor connects them anew after a step that failed",
     "core/src/toolkit_lm/processing/pinned_rendering.py": "renderers look up what the engine holds "
     "in the middle of their own calls",
+    "core/src/toolkit_lm/renderer/feature_lookup.py": "whose names of media hold: renderers' own "
+    "calls lie between the server that knows the key and the lookup",
     "contrib_backends/cpu/src/toolkit_lm_cpu/library.py": "the thread count of a step's kernels",
     "plugins/server/src/toolkit_lm_server/caller.py": "who sends a request, for its log lines",
     "plugins/renderer_hf/src/toolkit_lm_renderer_hf/bounded.py": "Jinja calls filters without "
