@@ -55,7 +55,7 @@ FAULTS: Mapping[str, Change] = {
 
 
 class Answers:
-    """What an engine has answered to each prompt."""
+    """Answers of an engine to each prompt."""
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self.outputs = outputs
@@ -302,7 +302,7 @@ class KVTierInEngine(Conformance):
     def test_close_ends_its_threads(
         self, checkpoint: Path, engine_options: Options, without: Without
     ) -> None:
-        """Those of an engine with the tier, as well as those of one without, have ended."""
+        """Threads of engines with the tier and without have ended."""
         before = set(threading.enumerate())
         with self._engine(checkpoint, engine_options) as llm:
             self._answers(llm, self._answers(llm))

@@ -49,7 +49,8 @@ def make(config: Mapping[str, Any]) -> Application:
 
 
 def _room(config: VllmConfig, scaling: Scaling) -> dict[str, float]:
-    """What Ray sets aside for an engine. The executor 'ray' has a placement group for the ranks."""
+    """Resources that Ray sets aside for an engine. The executor 'ray' has a placement group for its
+    ranks."""
     parallel = config.parallel
     if parallel.executor == "ray":
         return {"num_cpus": scaling.cpus}

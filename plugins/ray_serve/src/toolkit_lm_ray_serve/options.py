@@ -43,7 +43,7 @@ _SET_HERE = {
 
 
 class Settings(NamedTuple):
-    """What the app is made of: plain values, which Ray hands to the replicas."""
+    """Parts of the app: plain values, which Ray hands to the replicas."""
 
     engine: dict[str, Any]
     server: dict[str, Any]

@@ -63,8 +63,8 @@ class Signals:
 
 
 class Policy:
-    """As many engines as bring the wait and the fill down to their most: their mean, as a multiple
-    of that, times the engines that there are. Ray Serve applies bounds and delays."""
+    """Number of engines that brings the wait and the fill down to their most: their mean, as a
+    multiple of that, times the engines that there are. Ray Serve applies bounds and delays."""
 
     def __init__(self, max_wait: float, max_fill: float) -> None:
         self._most = {"wait": max_wait, "fill": max_fill}

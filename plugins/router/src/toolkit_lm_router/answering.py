@@ -160,6 +160,6 @@ class Answering:
 
 
 def _end(held: bytes, mark: bytes) -> int:
-    """Where the last whole event ends; 0: there is none."""
+    """Position at which the last whole event ends; 0: there is none."""
     found = held.rfind(mark)
     return 0 if found < 0 else found + len(mark)
