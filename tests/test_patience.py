@@ -204,6 +204,18 @@ def test_no_port_is_given_twice():
         assert not is_free("127.0.0.1", taken.getsockname()[1])
 
 
+THAWS = ROOT / "core/tests/engine/test_start_up.py"
+"""It freezes again."""
+
+
+def test_what_was_collected_stays_frozen():
+    """Else each full collection of garbage of later tests takes seconds."""
+    calls = "gc.{}freeze()".format("un")
+    found = [str(file) for file in FILES if file != THAWS and calls in file.read_text()]
+    assert found == []
+    assert calls in THAWS.read_text()
+
+
 def test_a_process_that_has_ended_is_not_alive():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         seen = psutil.Process(process.pid)

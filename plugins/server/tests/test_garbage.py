@@ -110,7 +110,6 @@ def test_cycles_go(monkeypatch):
         assert len(ended) == 1
     finally:
         gc.enable()
-        gc.unfreeze()
         gc.set_threshold(*before)
 
 
