@@ -1,6 +1,6 @@
 """Counts the instructions of the kernels of `cpu`, case by case, in a library of them.
 
-usage: python benchmarks/kernel_cases.py LIBRARY [--only WORD] [--collector LIBRARY]
+usage: python benchmarks/kernel_cases.py LIBRARY [--only WORD,...] [--collector LIBRARY]
 
 Cases have fixed shapes and fixed data, run in one thread, and need neither torch nor the package. A
 case whose shape changes gets another name: `kernel_counts.py` compares cases of one name.
@@ -470,7 +470,7 @@ def main() -> int:
     kernels.set_threads(1)
     counts = {}
     for name, case in Cases(kernels):
-        if args.only in name:
+        if any(word in name for word in args.only.split(",")):
             # A first call has what later ones find: names that were compared, memory of the thread.
             case()
             counts[name] = counter.count(case)
