@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from asyncio.events import Handle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,17 @@ def longest_call(server: Server, monkeypatch, path: str, body: dict[str, Any]) -
     return min(lags)
 
 
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("path", BODIES)
+def by_turns(paths: Iterable[str]) -> list[Any]:
+    """Pairs of a route and whether its prompt is of ids. One of each route is left to the night,
+    of routes by turns."""
+    return [
+        pytest.param(path, ids, marks=[pytest.mark.nightly] if ids == (number % 2 == 0) else [])
+        for number, path in enumerate(paths)
+        for ids in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("path", "ids"), by_turns(BODIES))
 def test_a_long_prompt_holds_nobody_up(server, monkeypatch, path, ids):
     body = long_body(path, ids=ids)
     assert longest_call(server, monkeypatch, path, body) < MOST_LAG

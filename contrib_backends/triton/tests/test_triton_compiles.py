@@ -312,9 +312,12 @@ def test_low_ranks(dtype, capability) -> None:
         (256, False, False, 80),
         *(
             pytest.param(keys, True, per_key, 80, marks=pytest.mark.slow)
-            for keys, per_key in ((128, False), (128, True), (96, False))
+            for keys, per_key in ((128, True), (96, False))
         ),
-        pytest.param(128, True, False, 90, marks=pytest.mark.nightly),
+        *(
+            pytest.param(128, True, False, capability, marks=pytest.mark.nightly)
+            for capability in (80, 90)
+        ),
     ],
 )
 def test_linear_attention(keys, delta, per_key, capability) -> None:

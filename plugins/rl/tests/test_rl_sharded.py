@@ -77,7 +77,7 @@ def saved(checkpoint, folder, max_size=None, **options) -> list:
         ("tied", {"kernels": "cpu"}),
         ("plain", {"tensor_parallel_size": 2}),
         ("tied", {"pipeline_parallel_size": 2}),
-        ("experts", {"tensor_parallel_size": 2}),
+        pytest.param("experts", {"tensor_parallel_size": 2}, marks=pytest.mark.nightly),
         ("experts", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("plain", {"model_impl": "transformers"}),
     ],
