@@ -44,6 +44,8 @@ INTERPRETED = (
     "contrib_backends/triton/tests/test_triton_kernels.py::test_what_a_row_gives_does_not_depend_on_the_rows_beside_it",
     "contrib_backends/triton/tests/test_triton_kit.py::TestTriton::test_equals_the_formula",
     "contrib_backends/triton/tests/test_triton_quantized.py::test_products",
+    "contrib_backends/triton/tests/test_triton_states.py::test_cuts_change_little_and_neighbours_nothing",
+    "contrib_backends/triton/tests/test_triton_states.py::test_linear_attention_is_its_formula",
 )
 """Large matrices of the processes in which Triton's interpreter runs, which FILE does not have."""
 
