@@ -63,6 +63,10 @@ class Figures:
         self.queued_tokens = self._gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait."
         )
+        self.estimated_wait = self._gauge(
+            "estimated_wait_seconds",
+            "Seconds until a new request gets a place in the batch, by the pace of the last ten.",
+        )
         self.restarts = Counter(
             "toolkit_lm_engine_restarts",
             "How many times a dead engine process was started anew.",

@@ -20,6 +20,7 @@ from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.collectors import EngineProcesses
 from toolkit_lm_server.figures import Figures
 from toolkit_lm_server.metric_names import named
+from toolkit_lm_server.queue_wait import QueueWait
 from toolkit_lm_server.recent import Recent
 from toolkit_lm_server.watched import Watched, total_load
 
@@ -72,6 +73,7 @@ class Metrics:
         self.totals = Totals()
         self.loads: dict[int, LoadEvent] = {}
         """The latest load of each engine."""
+        self.queue_wait = QueueWait()
         self.tap: Callable[[Event], object] | None = None
         """A function that is called with each event, in the event's thread. It must not fail."""
         self.sources: list[Callable[[], Awaitable[object]]] = []
@@ -112,6 +114,7 @@ class Metrics:
                 before = self.loads.get(event.engine)
                 known = {} if before is None else before.waiting_by_reason
                 self.loads[event.engine] = event
+                self.queue_wait.waiting(sum(load.num_waiting for load in self.loads.values()))
                 for reason in {*known, *event.waiting_by_reason}:
                     count = event.waiting_by_reason.get(reason, 0)
                     self._figures.waiting_by_reason.labels(engine, reason).set(count)
@@ -175,6 +178,7 @@ class Metrics:
         self._figures.restarts.inc(max(engine.num_restarts - self._num_restarts, 0))
         self._num_restarts = engine.num_restarts
         self._figures.queued_tokens.set(engine.num_queued_tokens)
+        self._figures.estimated_wait.set(self.queue_wait.seconds())
         self._count_media(engine)
         processor = getattr(engine, "processor", None)
         self._figures.kv_cache.clear()
@@ -236,6 +240,7 @@ class Metrics:
         since_arrival = event.time - event.arrival_time
         match event.kind:
             case "scheduled":
+                self.queue_wait.begun()
                 self._figures.queue_time.observe(since_arrival)
             case "preempted":
                 self._figures.preemptions.labels(str(event.engine)).inc()
