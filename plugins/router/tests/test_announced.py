@@ -33,7 +33,13 @@ async def test_backends_come_leave_and_fall_silent(make_stub, monkeypatch):
             assert [*made.fleet.backends] == [first, second]
             now += 20
             await made.announce(second)
+            # It answers: only those that tell of it are silent.
+            assert [*made.fleet.backends] == [first, second]
+            stubs[0].health = 503
+            await made.watch.check(made.fleet.backends[first])
+            await made.announce(second)
             assert [*made.fleet.backends] == [second]
+            stubs[0].health = 200
             await made.announce(first)
             assert made.fleet.num_ready(None) == 2
     finally:

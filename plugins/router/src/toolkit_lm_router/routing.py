@@ -15,8 +15,8 @@ from toolkit_lm_router.proxy import Proxy
 from toolkit_lm_router.upstream import Upstream, Watch
 
 _SILENCE = 30.0
-"""Seconds after which a backend that announced itself, and says nothing more, is forgotten. It gets
-no requests before, where it does not answer."""
+"""Seconds after which a backend that announced itself, and says nothing more, is forgotten where it
+is not healthy. Until then it gets no requests."""
 _LOOK = 0.05
 """Seconds from one look at the queue to the next: backends that rested may have room again."""
 
@@ -57,7 +57,9 @@ class Routing:
         now = self._heard[url] = time.monotonic()
         backend = self.fleet.add(url)
         for silent in [known for known, heard in self._heard.items() if now - heard > _SILENCE]:
-            self.leave(silent)
+            found = self.fleet.backends.get(silent)
+            if found is None or not found.is_ready:
+                self.leave(silent)
         if not backend.is_ready:
             await self.watch.check(backend)
         return len(self.proxy.queues) / max(self.fleet.num_ready(None), 1)
