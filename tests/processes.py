@@ -28,3 +28,13 @@ def wait_until_gone(*processes: psutil.Process | int, seconds: float = 30) -> No
     while alive := living(processes):
         assert time.monotonic() < end, f"alive still: {alive}"
         time.sleep(0.02)
+
+
+def descendants(word: str) -> list[psutil.Process]:
+    """Descendants of this process whose command has the word."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+    return found
