@@ -1,5 +1,5 @@
 """The budgets that keep the project small: tokens of core, tokens of a line of core, lines of a
-file, of a class and of a function, methods of a class, columns of a line.
+file, of a class, of a function and of some distributions, methods of a class, columns of a line.
 
 usage: python tests/budgets.py
 
@@ -45,6 +45,8 @@ LONG_FUNCTIONS = {
 """Reasons for longer functions, by folder."""
 LINE_COLUMNS = 100
 """Characters that a line may have. Ruff counts those of Python."""
+CODE_LINES = {"plugins/ray_serve/src": 200}
+"""Lines of code that a distribution may have, where it promises to be small, by folder."""
 LANGUAGES = frozenset({".c", ".h", ".js", ".css", ".html", ".svg", ".in"})
 """Endings of the files whose lines are counted here. `.in` is that of templates."""
 
@@ -76,6 +78,9 @@ def main() -> int:
         problems.append(
             f"a line of core has {density:.2f} tokens in the mean, and may have {LINE_TOKENS}"
         )
+    for folder, most in CODE_LINES.items():
+        if (count := code_lines(ROOT / folder)) > most:
+            problems.append(f"{folder} has {count} lines of code, and may have {most}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return bool(problems)

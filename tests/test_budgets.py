@@ -157,6 +157,15 @@ def test_a_class_with_too_many_methods_is_an_error(budget, capsys, monkeypatch):
     assert budget(kit, two + "    async def e(self): ...\n") == 0
 
 
+def test_a_distribution_over_its_promise_is_an_error(budget, capsys, monkeypatch):
+    """Lines without code count for nothing."""
+    monkeypatch.setattr(budgets, "CODE_LINES", {"plugins/one/src": 3})
+    assert budget("plugins/one/src/one/a.py", '"""Text."""\n\nx = 1\ny = 2\n# no\n') == 0
+    assert budget("plugins/one/src/one/b.py", "x = 1\ny = 2\n") == 1
+    told = "plugins/one/src has 4 lines of code, and may have 3"
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
 def test_a_dense_core_is_an_error(budget, capsys):
     """Lines without code count for nothing."""
     assert budget("core/src/toolkit_lm/a.py", '"""Text."""\n\n\nx = [1]\n') == 0
@@ -166,5 +175,5 @@ def test_a_dense_core_is_an_error(budget, capsys):
 
 
 def test_exceptions_are_of_folders_that_exist():
-    for folder in (*budgets.WIDE_CLASSES, *budgets.LONG_FUNCTIONS):
+    for folder in (*budgets.WIDE_CLASSES, *budgets.LONG_FUNCTIONS, *budgets.CODE_LINES):
         assert (ROOT / folder).is_dir()

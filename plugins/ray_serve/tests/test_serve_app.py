@@ -7,12 +7,15 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 from continued import KINDS, SERVE, Command, ask
+from processes import descendants
+from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_ray_serve import serve_app
 
 pytestmark = [
@@ -60,15 +63,15 @@ def num_engines() -> dict[str, int]:
 
 def engines() -> list[psutil.Process]:
     """The replicas' processes."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            title = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if title.startswith("ray::ServeReplica:default:engine"):
-            found.append(process)
-    return found
+    return descendants("ray::ServeReplica:default:engine")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds."""
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end, num_engines()
+        await asyncio.sleep(0.2)
 
 
 async def migrations(client: aiohttp.ClientSession, url: str) -> float:
@@ -94,19 +97,20 @@ async def settled(client: aiohttp.ClientSession, url: str, tasks: list[asyncio.T
             return
 
 
-async def test_a_replica_killed_under_8_streams_loses_nothing(serving, alone):
+@pytest.mark.parametrize("num_streams", [8, pytest.param(64, marks=pytest.mark.nightly)])
+async def test_a_replica_killed_under_streams_loses_nothing(serving, alone, num_streams):
     url = serving(**{"scaling.min_replicas": 2, "scaling.max_replicas": 2})
     async with aiohttp.ClientSession(timeout=TIMEOUT) as client:
         expected = [await ask(client, alone, *kind) for kind in KINDS]
         assert [await ask(client, url, *kind) for kind in KINDS] == expected
-        numbers = [number % len(KINDS) for number in range(8)]
+        numbers = [number % len(KINDS) for number in range(num_streams)]
         for _ in range(20):
             begun: set[int] = set()
             asking = [
                 asyncio.create_task(ask(client, url, *KINDS[kind], begun, number))
                 for number, kind in enumerate(numbers)
             ]
-            while len(begun) < 6 and not all(task.done() for task in asking):
+            while len(begun) < num_streams * 3 // 4 and not all(task.done() for task in asking):
                 await asyncio.sleep(0.001)
             victim = engines()[0]
             os.kill(victim.pid, signal.SIGSTOP)
@@ -123,11 +127,40 @@ async def test_a_replica_killed_under_8_streams_loses_nothing(serving, alone):
         assert found == [expected[number] for number in numbers]
         assert await migrations(client, url) == num_begun
         # Ray Serve starts another one, and the front hears of it.
-        end = time.monotonic() + 300
-        while (num_engines() != {"RUNNING": 2} or victim in engines()) and time.monotonic() < end:
-            await asyncio.sleep(0.2)
-        assert num_engines() == {"RUNNING": 2}
+        await until(lambda: num_engines() == {"RUNNING": 2} and victim not in engines())
         assert await ask(client, url, *KINDS[0]) == expected[0]
+
+
+async def test_ranks_that_ray_places(serving):
+    """The ranks of a replica have a placement group beside it. One that dies takes the engine with
+    it, and Ray Serve starts another one, for which there is only room where nothing is left."""
+    import ray
+
+    options = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 256}
+    with LLM("tiny", kernels="cpu", **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        [expected] = llm.generate("Once upon a time", params, use_tqdm=False)
+    url = serving(tensor_parallel_size=2, distributed_executor_backend="ray", **options)
+    # The front, the replica and each rank have one of six CPUs.
+    await until(lambda: ray.available_resources().get("CPU") == 2)
+    ranks = descendants("toolkit-lm worker")
+    assert len(ranks) == 2 and len(descendants("NodeActor")) == 1
+
+    async def answer(client: aiohttp.ClientSession) -> str:
+        body = {"prompt": "Once upon a time", "max_tokens": 24, "ignore_eos": True}
+        async with client.post(f"{url}/v1/completions", json=body | {"temperature": 0}) as found:
+            assert found.status == 200, await found.text()
+            return (await found.json())["choices"][0]["text"]
+
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as client:
+        assert await answer(client) == expected.outputs[0].text
+        before = engines()
+        ranks[0].kill()
+        await until(lambda: num_engines() == {"RUNNING": 1} and engines() != before)
+        assert await answer(client) == expected.outputs[0].text
+    # Nothing of the dead engine is left.
+    await until(lambda: len(descendants("toolkit-lm worker")) == 2)
+    await until(lambda: ray.available_resources().get("CPU") == 2)
 
 
 def check(tasks: list[asyncio.Task[None]]) -> None:

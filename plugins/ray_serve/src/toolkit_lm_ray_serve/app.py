@@ -11,13 +11,15 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from toolkit_lm.config import VllmConfig
 
-from toolkit_lm_ray_serve.engine import BEAT, FRONT, Engine
+from toolkit_lm_ray_serve.engine import FRONT, Engine
 from toolkit_lm_ray_serve.front import Front
 from toolkit_lm_ray_serve.options import Scaling, read
 from toolkit_lm_ray_serve.scaling import Policy
 
 _MOST = 100_000
 """Most requests under way in the front: the router's queue and body memory bound them."""
+_BEAT = 1.0
+"""Seconds from one word of an engine's to the front, and to Ray Serve, to the next."""
 _LOOK_BACK = 5.0
 """Seconds over which Ray Serve takes the mean of signals."""
 _GRACE = 30.0
@@ -25,16 +27,17 @@ _GRACE = 30.0
 
 
 def make(config: Mapping[str, Any]) -> Application:
-    """The app. Raises ConfigError."""
-    settings = read(config)
-    scaling = settings.scaling
-    key = settings.router.get("backend_key") or secrets.token_urlsafe(32)
+    """The app. Raises ConfigError, and pydantic's ValidationError for numbers of engines that Ray
+    Serve refuses."""
+    options = read(config)
+    scaling = Scaling(**options["scaling"])
+    key = options["router"].get("backend_key") or secrets.token_urlsafe(32)
     engines = serve.deployment(Engine).options(
         name="engine",
-        ray_actor_options=_room(VllmConfig.make(**settings.engine), scaling),
+        ray_actor_options=_room(VllmConfig.make(**options["engine"]), scaling),
         autoscaling_config=_autoscaling(scaling),
+        health_check_period_s=_BEAT,
         graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
-        graceful_shutdown_wait_loop_s=0.1,
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         name=FRONT,
@@ -43,20 +46,17 @@ def make(config: Mapping[str, Any]) -> Application:
         graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
     )
     own = {"api_key": [key], "shutdown_timeout": scaling.drain_timeout}
-    bound = engines.bind(settings.engine, {**settings.server, **own})
-    made: Application = front.bind(bound, {**settings.router, "backend_key": key})
+    bound = engines.bind(options["engine"], {**options["server"], **own})
+    made: Application = front.bind(bound, {**options["router"], "backend_key": key})
     return made
 
 
 def _room(config: VllmConfig, scaling: Scaling) -> dict[str, float]:
-    """Resources that Ray sets aside for an engine. The executor 'ray' has a placement group for its
-    ranks."""
-    parallel = config.parallel
-    if parallel.executor == "ray":
-        return {"num_cpus": scaling.cpus}
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    gpus = ranks if config.device.device.startswith("cuda") else 0
-    return {"num_cpus": scaling.cpus * ranks, "num_gpus": gpus}
+    """Resources that Ray sets aside for an engine and its ranks. Those of the executor 'ray' are in
+    a placement group of their own."""
+    num_ranks = 0 if config.parallel.executor == "ray" else config.parallel.num_ranks
+    num_gpus = num_ranks if config.device.device.startswith("cuda") else 0
+    return {"num_cpus": scaling.cpus * max(num_ranks, 1), "num_gpus": num_gpus}
 
 
 def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
@@ -66,9 +66,7 @@ def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
         max_replicas=scaling.max_replicas,
         upscale_delay_s=scaling.upscale_delay,
         downscale_delay_s=scaling.downscale_delay,
-        metrics_interval_s=BEAT,
+        metrics_interval_s=_BEAT,
         look_back_period_s=_LOOK_BACK,
-        policy=AutoscalingPolicy(
-            policy_function=f"{Policy.__module__}:{Policy.__qualname__}", policy_kwargs=targets
-        ),
+        policy=AutoscalingPolicy(policy_function=Policy, policy_kwargs=targets),
     )

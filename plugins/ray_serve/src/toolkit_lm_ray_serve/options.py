@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Struct
-from toolkit_lm.config import VllmConfig, option, options_of
-from toolkit_lm.errors import ConfigError, nearest
+from toolkit_lm.config import VllmConfig, load_options, option, options_of
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_server.options import ServerOptions
 
@@ -24,63 +25,53 @@ class Scaling(Struct, frozen=True, kw_only=True):
     downscale_delay: Annotated[float, option("Seconds until engines end.", ge=0)] = 300.0
     drain_timeout: Annotated[float, option("Seconds that requests get to finish.", ge=0)] = 60.0
 
-    def __post_init__(self) -> None:
-        if self.max_replicas < self.min_replicas:
-            raise ConfigError(
-                f"scaling.max_replicas ({self.max_replicas}) must be at least "
-                f"scaling.min_replicas ({self.min_replicas})."
-            )
 
-
+_GROUPS = {"server": ServerOptions, "router": RouterOptions, "scaling": Scaling}
 _ADDRESS = ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 """Options of an address: Ray Serve listens."""
 _SET_HERE = {
-    "server": (*_ADDRESS, "api_key", "api_keys_file", "ui", "shutdown_timeout", "drain_delay"),
-    "router": (*_ADDRESS, "backend", "shutdown_timeout"),
-    "scaling": (),
+    "server": {*_ADDRESS, "api_key", "api_keys_file", "ui", "shutdown_timeout", "drain_delay"},
+    "router": {*_ADDRESS, "backend", "shutdown_timeout"},
 }
-"""The groups of options, and the options of each that the app sets by itself."""
+"""The options of each group that the app sets by itself."""
 
 
-class Settings(NamedTuple):
-    """Parts of the app: plain values, which Ray hands to the replicas."""
-
-    engine: dict[str, Any]
-    server: dict[str, Any]
-    router: dict[str, Any]
-    scaling: Scaling
-
-
-def read(config: Mapping[str, Any]) -> Settings:
-    """Checks a config. Raises ConfigError."""
-    engine: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {name: {} for name in _SET_HERE}
+def read(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options by group: those of `engine`, `server`, `router` and `scaling`. They are plain
+    values, which Ray hands to the replicas. Raises ConfigError."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in ("engine", *_GROUPS)}
     for name, value in config.items():
         group, dot, key = name.partition(".")
-        if group not in groups:
-            engine[name] = value
+        if group not in _GROUPS:
+            groups["engine"][name] = value
         elif dot:
             groups[group][key] = value
         elif isinstance(value, Mapping):
             groups[group].update(value)
         else:
             raise ConfigError(f"{name!r} must be a dict of options, not {value!r}.")
-    if VllmConfig.make(**engine).parallel.data_parallel_size > 1:
+    groups["engine"] = _of_engine(groups["engine"])
+    return groups | {group: _checked(group, groups[group]) for group in _GROUPS}
+
+
+def _of_engine(options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options by our names. vLLM's are tried only if ours fail."""
+    try:
+        config = VllmConfig.make(**options)
+    except ConfigError:
+        options = Plugins.load(VllmConfig.make().plugins).option_names.translate(options)
+        config = VllmConfig.make(**options)
+    if config.parallel.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: in place of it, the app has replicas.")
-    server = _converted("server", ServerOptions, groups["server"])
-    router = _converted("router", RouterOptions, groups["router"])
-    scaling = _converted("scaling", Scaling, groups["scaling"])
-    return Settings(engine, server, router, Scaling(**scaling))
+    return options
 
 
-def _converted(group: str, kind: type[Struct], values: Mapping[str, Any]) -> dict[str, Any]:
-    known = {o.name: o for o in options_of(kind) if o.name not in _SET_HERE[group]}
-    for name in values:
-        if name in _SET_HERE[group]:
-            raise ConfigError(f"{group}.{name} is not yours to set: Ray Serve, or the app, does.")
-        if name not in known:
-            raise ConfigError(f"unknown option '{group}.{name}'. {nearest(name, known)}")
-    made = {name: known[name].convert(value, f"{group}.{name}") for name, value in values.items()}
+def _checked(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    if refused := values.keys() & _SET_HERE.get(group, set()):
+        name = f"{group}.{min(refused)}"
+        raise ConfigError(f"{name} is not yours to set: Ray Serve, or the app, does.")
+    kind = _GROUPS[group]
+    made = load_options(options_of(kind), values, named=lambda option: f"{group}.{option.name}")
     # Values that do not go together are refused.
     kind(**made)
     return made

@@ -3,63 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit_lm.events import Event, LoadEvent, RequestEvent
+from toolkit_lm_server.metrics import Metrics
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-_WINDOW = 10.0
-"""Most seconds over which the engine's pace is taken."""
 
-
-class Signals:
-    """The load of one engine, from its events."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self.num_before = 0.0
-        """Requests that wait in the front, for each engine."""
-        self._max_num_seqs = max_num_seqs
-        self._load = LoadEvent(
-            time=0.0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=0
-        )
-        self._num_started = 0
-        self._since: float | None = None
-        """Time since which requests wait; None: none does."""
-
-    def event(self, event: Event) -> None:
-        """Takes note of an event."""
-        if isinstance(event, RequestEvent):
-            self._num_started += event.kind == "scheduled"
-        elif isinstance(event, LoadEvent):
-            self._load = event
-
-    def stats(self) -> dict[str, float]:
-        """`wait`: estimated seconds until a new request is scheduled. `fill`: used part of the KV
-        cache or of the batch's rows, whichever is fuller."""
-        load = self._load
-        blocks = load.num_used_blocks / max(load.num_total_blocks, 1)
-        rows = min(load.num_running / self._max_num_seqs, 1.0)
-        return {"wait": self._wait(load.num_waiting + self.num_before), "fill": max(blocks, rows)}
-
-    def _wait(self, num_waiting: float) -> float:
-        now = time.monotonic()
-        if not num_waiting:
-            self._since = None
-            return 0.0
-        if self._since is None:
-            self._since = now
-            self._num_started = 0
-        elapsed = now - self._since
-        wait = num_waiting * elapsed / (self._num_started + 1)
-        if elapsed > _WINDOW:
-            # Half of the window counts on: what was long ago does not.
-            self._since = now - _WINDOW / 2
-            self._num_started //= 2
-        return wait
+def signals(metrics: Metrics, max_num_seqs: int) -> dict[str, float]:
+    """The load of one engine. `wait`: estimated seconds until a new request is scheduled. `fill`:
+    used part of the KV cache or of the batch's rows, whichever is fuller."""
+    wait = metrics.queue_wait.seconds()
+    if (load := metrics.load) is None:
+        return {"wait": wait, "fill": 0.0}
+    blocks = load.num_used_blocks / max(load.num_total_blocks, 1)
+    return {"wait": wait, "fill": max(blocks, min(load.num_running / max_num_seqs, 1.0))}
 
 
 class Policy:
@@ -71,20 +30,13 @@ class Policy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number of engines, and the policy's state, of which it has none."""
-        number = wanted(context.aggregated_metrics or {}, self._most, context.current_num_replicas)
-        return number or context.target_num_replicas, {}
-
-
-def wanted(
-    metrics: Mapping[str, Mapping[Any, float]], most: Mapping[str, float], current: int
-) -> int:
-    """The number of engines that `metrics`, by name and engine, ask for. 0: they tell nothing."""
-    shares = [
-        sum(values.values()) / len(values) / most[name]
-        for name in most
-        if (values := metrics.get(name))
-    ]
-    if not shares or not current:
-        return 0
-    # A mean just above its most is noise.
-    return max(math.ceil(max(shares) * current - 0.1), 1)
+        metrics = context.aggregated_metrics or {}
+        shares = [
+            sum(values.values()) / len(values) / most
+            for name, most in self._most.items()
+            if (values := metrics.get(name))
+        ]
+        if not shares or not context.current_num_replicas:
+            return context.target_num_replicas, {}
+        # A mean just above its most is noise.
+        return max(math.ceil(max(shares) * context.current_num_replicas - 0.1), 1), {}
