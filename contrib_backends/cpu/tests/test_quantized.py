@@ -21,7 +21,6 @@ from toolkit_lm.model import (
     Epilogue,
     LinearSpec,
     QuantizedWeight,
-    Shard,
     gate,
     get_activation,
 )
@@ -33,35 +32,12 @@ from toolkit_lm_cpu.panels import ACTIVATIONS
 from toolkit_lm_cpu.quantized import QuantizedPanels, explain, refusal
 from torch import Tensor
 from torch.nn import functional as F
+from weight_kinds import KINDS, make_spec, random_weight
 
 pytestmark = pytest.mark.skipif(library.refusal() is not None, reason=str(library.refusal()))
 STEP = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """Most relative error of rounding a result."""
 CODE_KERNELS = tuple(getattr(_kernels, "CODE_KERNELS", ()))
-MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-KINDS: dict[str, dict[str, Any]] = {
-    "1 bit": {"bits": 1, "groups": 2},
-    "2 bits": {"bits": 2, "groups": 4},
-    "3 bits, mins": {"bits": 3, "groups": 4, "mins": True},
-    "4 bits of a channel": {"bits": 4, "groups": 1},
-    "4 bits": {"bits": 4, "groups": 4},
-    "4 bits, zeros": {"bits": 4, "groups": 4, "zeros": True},
-    "4 bits in any order": {"bits": 4, "groups": 4, "order": True},
-    "2 bits of a table": {"bits": 2, "groups": 4, "values": [-3.0, -0.5, 0.5, 2.0]},
-    "4 bits of a table": {"bits": 4, "groups": 4, "values": MXFP4},
-    "4 bits of a table, zeros and mins": {
-        "bits": 4,
-        "groups": 2,
-        "values": list(range(-127, 113, 15)),
-        "zeros": True,
-        "mins": True,
-    },
-    "5 bits, zeros and mins": {"bits": 5, "groups": 2, "zeros": True, "mins": True},
-    "8 bits of a channel": {"bits": 8, "groups": 1},
-    "8 bits of a channel, zeros": {"bits": 8, "groups": 1, "zeros": True},
-    "8 bits": {"bits": 8, "groups": 4},
-    "8 bits in any order, zeros": {"bits": 8, "groups": 2, "order": True, "zeros": True},
-}
 
 
 @pytest.fixture
@@ -80,40 +56,6 @@ def use_kernel(monkeypatch, isa: str, *, able: bool = False) -> None:
     if not able and not _kernels.supports(isa):
         pytest.skip(f"the processor lacks {isa}")
     monkeypatch.setattr(quantized, "code_kernel", lambda: CODE_KERNELS.index(isa))
-
-
-def random_weight(
-    outputs: int,
-    inputs: int,
-    *,
-    bits: int = 8,
-    groups: int = 1,
-    zeros: bool = False,
-    mins: bool = False,
-    order: bool = False,
-    values: list[float] | None = None,
-) -> QuantizedWeight:
-    number = 2**bits
-    return QuantizedWeight(
-        codes=torch.randint(0, number, (outputs, inputs), dtype=torch.uint8),
-        bits=bits,
-        scales=torch.rand(outputs, groups).add_(0.1).mul_(inputs**-0.5 / number),
-        zeros=torch.randint(0, number, (outputs, groups)).float() if zeros else None,
-        mins=torch.randn(outputs, groups).mul_(inputs**-0.5) if mins else None,
-        groups=torch.arange(inputs)[torch.randperm(inputs)] % groups if order else None,
-        values=None if values is None else torch.tensor(values, dtype=torch.float32),
-    )
-
-
-def make_spec(weight: QuantizedWeight, dtype: torch.dtype, *parts: int) -> LinearSpec:
-    outputs, inputs = weight.codes.shape
-    return LinearSpec(
-        kind="linear",
-        prefix="layer",
-        inputs=Shard.whole(inputs),
-        outputs=tuple(map(Shard.whole, parts or (outputs,))),
-        dtype=dtype,
-    )
 
 
 def pack(

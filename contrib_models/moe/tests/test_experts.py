@@ -229,7 +229,7 @@ class Grouping(Kernels):
     calls = 0
 
     def group(self, methods):
-        def product(rows, ends, biases):
+        def product(rows, ends, biases, epilogue):
             Grouping.calls += 1
             out = torch.full((len(rows), methods[0].dequantized().shape[0]), torch.nan)
             begin = 0
@@ -237,7 +237,7 @@ class Grouping(Kernels):
                 bias = None if biases is None else biases[number]
                 out[begin:end] = F.linear(rows[begin:end], methods[number].dequantized(), bias)
                 begin = end
-            return out
+            return epilogue.finish(out)
 
         return product
 

@@ -33,6 +33,7 @@ def low_rank(low_rank: arguments.LowRank, /) -> object: ...
 def low_ranks(low_ranks: tuple[object, ...], /) -> object: ...
 def row_groups(groups: tuple[tuple[int, int, float], ...], rank: int, /) -> object: ...
 def layer(layer: arguments.Layer, /) -> object: ...
+def group(parts: tuple[arguments.LinearPart, ...], /) -> object: ...
 
 # Keyword arguments are given in this order, which the headers of the sources explain.
 class _Product(TypedDict):
@@ -158,6 +159,25 @@ def quantized_linear(
 ) -> None: ...
 def likeliest_quantized(
     type: int, best: int, indices: int, /, **product: Unpack[_QuantizedProduct]
+) -> None: ...
+def grouped(
+    type: int,
+    group: object,
+    /,
+    *,
+    ends: int,
+    biases: int,
+    bias_bytes: int,
+    element: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    codes: int,
+    code_bytes: int,
+    inputs: int,
+    outputs: int,
+    activation: int,
+    is_gated: bool,
 ) -> None: ...
 def norm(
     type: int,

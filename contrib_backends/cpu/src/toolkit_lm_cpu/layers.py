@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -11,6 +11,7 @@ from toolkit_lm.model import (
     NO_EPILOGUE,
     Epilogue,
     FusedLayer,
+    GroupedProduct,
     Kernels,
     LayerParts,
     LinearMethod,
@@ -28,6 +29,7 @@ from toolkit_lm_cpu.adapters import CpuLowRank
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.float8 import panels_of
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
+from toolkit_lm_cpu.grouped import GroupedPanels
 from toolkit_lm_cpu.library import (
     _kernels,
     bind_threads,
@@ -156,6 +158,9 @@ class CpuKernels(Kernels):
         if why_not is not None:
             return f"{super().explain_quantized(spec, weight)}: {why_not}"
         return explain(weight)
+
+    def group(self, methods: Sequence[LinearMethod]) -> GroupedProduct | None:
+        return GroupedPanels.of(methods)
 
     def low_rank(self) -> LowRank | None:
         return CpuLowRank() if self._types else None

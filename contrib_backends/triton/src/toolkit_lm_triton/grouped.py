@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from toolkit_lm.model import LinearMethod
+from toolkit_lm.model import NO_EPILOGUE, Epilogue, LinearMethod
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,7 +45,12 @@ class GroupedProducts:
         ordered = any(method.order is not None or method.groups is not None for method in ours)
         return None if ordered else GroupedProducts(ours)
 
-    def __call__(self, rows: Tensor, ends: Tensor, biases: Tensor | None) -> Tensor:
+    def __call__(
+        self, rows: Tensor, ends: Tensor, biases: Tensor | None, epilogue: Epilogue = NO_EPILOGUE
+    ) -> Tensor:
+        return epilogue.finish(self._product(rows, ends, biases))
+
+    def _product(self, rows: Tensor, ends: Tensor, biases: Tensor | None) -> Tensor:
         first = self.first
         experts, outputs, width = self.codes.shape
         count = len(rows)

@@ -107,7 +107,7 @@ class DeepseekAttention(nn.Module):
             prefix=join(prefix, "attn"),
         )
         self.dtype = torch_dtype(vllm_config.model.dtype)
-        self.shown: tuple[LinearMethod, Tensor] | None = None
+        self.shown: tuple[LinearMethod, tuple[Tensor, Tensor]] | None = None
         """A method of `kv_b_proj`, and the weight that it holds."""
 
     def value_size_of(self, config: HFConfig) -> int:
@@ -182,9 +182,10 @@ class DeepseekAttention(nn.Module):
         method = self._own_method()
         if self.shown is None or self.shown[0] is not method:
             weight = method.dequantized().to(self.dtype).view(self.num_heads, -1, self.rank)
-            self.shown = method, weight
-        keys, values = torch.split(self.shown[1], [self.plain_size, self.value_size], dim=1)
-        return keys, values
+            keys, values = torch.split(weight, [self.plain_size, self.value_size], dim=1)
+            # Products of slices of a wider tensor are several times slower.
+            self.shown = method, (keys.contiguous(), values.contiguous())
+        return self.shown[1]
 
     def _own_method(self) -> LinearMethod:
         """The method of `kv_b_proj`. A wrapped one would change some tokens, and not others."""

@@ -55,14 +55,18 @@ class RgLru(nn.Module):
         self.gate_weight = new_parameter((heads.size, 2 * size, size), torch.float32, loader)
         self.gate_bias = new_parameter((heads.size, 2 * size), torch.float32, loader)
         self.recurrent_param = head_parameter(channels)
+        self._blocks: list[Tensor] = []
+        """The block of each head: kernels pack a constant tensor once."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, C] -> the gates of the input and of the recurrence [T, C], and the rates of decay
         [1, C]."""
+        if not self._blocks:
+            self._blocks = [*self.gate_weight.detach()]
         pieces = x.view(len(x), len(self.gate_bias), -1).unbind(1)
         made = [
             self.kernels.linear(piece, weight, bias)
-            for piece, weight, bias in zip(pieces, self.gate_weight, self.gate_bias, strict=True)
+            for piece, weight, bias in zip(pieces, self._blocks, self.gate_bias, strict=True)
         ]
         gates = torch.stack(made, 1).sigmoid_()
         entering, kept = (gate.reshape(x.shape) for gate in gates.chunk(2, dim=-1))

@@ -165,8 +165,8 @@ class RoutedExperts(Bypassable):
     stacked_biases: tuple[Tensor | None, Tensor | None] = (None, None)
     """Their biases [E, 2 * inner] and [E, H], those that this rank adds."""
     _products: tuple[GroupedProduct, ...] | None = None
-    """The kernels' products of quantized experts, gate and up, and down; empty: one by one. None:
-    not asked for yet, as weights must be loaded first."""
+    """The kernels' products of experts, gate and up, and down; empty: one by one. None: not asked
+    for yet, as weights must be loaded first."""
     _methods: tuple[LinearMethod, ...] = ()
     """The methods that they were made of. A method may be wrapped later."""
     _choices: Tensor | None = None
@@ -319,8 +319,10 @@ class RoutedExperts(Bypassable):
         if self.stacked is None:
             assert self._products
             first, second = self._products
-            x = first(rows, ends, of_gate_up)
-            return second(self.activated(x) if self.unit is None else self.unit(x), ends, of_down)
+            unit = self.unit
+            follows = Epilogue(self.activation, gated=self.gated) if unit is None else NO_EPILOGUE
+            x = first(rows, ends, of_gate_up, follows)
+            return second(x if unit is None else unit(x), ends, of_down, NO_EPILOGUE)
         gate_up, down = self.stacked
         held = chosen.clamp(max=len(self.held) - 1)
         x = F.grouped_mm(rows, gate_up.mT, offs=ends)

@@ -15,7 +15,13 @@ from torch.nn import functional as F
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+from toolkit_lm.model.linear_method import (
+    Epilogue,
+    LinearMethod,
+    LinearSpec,
+    Quantization,
+    UnquantizedMethod,
+)
 from toolkit_lm.model.low_rank import LowRank
 from toolkit_lm.model.quantized import DequantizingMethod, QuantizedWeight
 from toolkit_lm.model.sources import Sources
@@ -30,10 +36,10 @@ both. None: the modules must compute this step.
 It is not called while a compiler traces the model.
 """
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+GroupedProduct = Callable[[Tensor, Tensor, Tensor | None, Epilogue], Tensor]
 """Product of rows with the weights of several experts: rows [R, inputs] in the order of experts,
-ends [E] (int32) of each one's rows, biases [E, outputs] or None -> [R, outputs]. Rows past the last
-end are undefined."""
+ends [E] (int32) of each one's rows, biases [E, outputs] or None, an activation that follows, if any
+-> [R, outputs]. Rows past the last end are undefined."""
 
 StateRows = tuple[Tensor, Tensor, Tensor]
 """R sequences that compute L tokens each in a step of recurrent layers: their tokens in the flat

@@ -29,6 +29,9 @@
 #define QUANTIZED_LINEAR_FIELDS(F) LINEAR_FIELDS(F) F(quantized) F(codes)
 #define PACK_CODES_FIELDS(F)                                                                       \
     F(codes) F(order) F(to) F(outputs) F(inputs) F(width) F(bits) F(added) F(has_levels)
+#define GROUPED_FIELDS(F)                                                                          \
+    F(ends) F(biases) F(bias_bytes) F(element) F(x) F(x_stride) F(out) F(codes) F(code_bytes)      \
+    F(inputs) F(outputs) F(activation) F(is_gated)
 #define NORM_FIELDS(F)                                                                             \
     F(x) F(residual) F(sum) F(out) F(x_stride) F(head_stride) F(residual_stride)                   \
     F(tokens) F(heads) F(size) F(weight) F(bias) F(eps) F(is_wide)
@@ -86,6 +89,7 @@
     K(linear, LINEAR_FIELDS, Linear)                                                               \
     K(pack_codes, PACK_CODES_FIELDS, PackCodes)                                                    \
     K(quantized_linear, QUANTIZED_LINEAR_FIELDS, Linear)                                           \
+    K(grouped, GROUPED_FIELDS, GroupedRows)                                                        \
     K(norm, NORM_FIELDS, Norm)                                                                     \
     K(rotate, ROTATE_FIELDS, Rotate)                                                               \
     K(likeliest, LIKELIEST_FIELDS, Likeliest)                                                      \

@@ -476,6 +476,7 @@ static PyObject *lose(PyObject *self, PyObject *args) {
     return advise(args, MADV_DONTNEED);
 }
 
+#include "grouped.h"
 #include "run_layer.h"
 
 /* Their keyword arguments are in arguments.h. */
@@ -506,6 +507,9 @@ static PyMethodDef methods[] = {
     {"likeliest_quantized", AS_KEYWORDS(likeliest_quantized),
      "likeliest_quantized(type, best, indices, *, ...): as `likeliest_output`, of a weight in "
      "codes."},
+    {"group", group, METH_O, "group(tuple of LinearPart) -> weights for `grouped`: see grouped.h."},
+    {"grouped", AS_KEYWORDS(grouped),
+     "grouped(type, group, *, ...): `linear`, or `quantized_linear`, of each weight and its rows."},
     {"norm", AS_KEYWORDS(norm), "norm(type, *, ...): see ops.h."},
     {"rotate", AS_KEYWORDS(rotate), "rotate(type, *, ...): see ops.h."},
     {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},

@@ -123,6 +123,20 @@ struct Linear {
     const LowRanks *low_ranks;
 };
 
+/* Of grouped.h: rows of several weights, those of each together. */
+typedef struct {
+    const int32_t *ends; /* [count]: where the rows of each weight end, ascending */
+    const void *biases;  /* [count, outputs], where it is gated twice that; or NULL */
+    long bias_bytes;     /* from one weight's to the next's */
+    long element;        /* bytes of an element */
+    const void *x;       /* [rows, inputs] */
+    void *out;           /* [rows, outputs] */
+    void *codes;         /* memory for the codes of all rows, or NULL */
+    long code_bytes;     /* of the codes of a row */
+    long x_stride, inputs, outputs;
+    int activation, is_gated;
+} GroupedRows;
+
 /* Panels of an item of `multiply_low`. */
 static inline long low_width(const RowGroup *group) {
     return group->count > TILE_ROWS || atomic_load(&team.threads) == 1 ? PANELS : 1;
