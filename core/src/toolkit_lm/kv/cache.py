@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -21,14 +20,15 @@ _CHECKSUM = 4
 
 
 class KVCache:
-    """The KV cache's memory on the device. A pool is one byte buffer [num_blocks, page_bytes] per
-    page of its blocks. Groups see it as tensors of their own dtype and shape."""
+    """The KV cache's memory on the device. A pool is one byte buffer [pages of a block, num_blocks,
+    page_bytes]: a page has its blocks side by side, and a block is copied in one call. Groups see
+    pages as tensors of their own dtype and shape."""
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
-        self._pages = [
-            [zeros((p.num_blocks, p.page_bytes), device) for _ in range(p.num_pages)]
-            for p in config.pools
+        self._pools = [
+            zeros((pool.num_pages, pool.num_blocks, pool.page_bytes), device)
+            for pool in config.pools
         ]
 
     def tensors(self, index: int, layout: Sequence[PageTensor]) -> list[tuple[Tensor, ...]]:
@@ -42,40 +42,39 @@ class KVCache:
                 f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of "
                 f"{group.spec.page_bytes} bytes."
             )
-        return [_split(self._pages[group.pool][page], layout) for page in range(len(group.layers))]
+        return [_split(pages, layout) for pages in self._pages(index)]
 
     def block(self, group: int, block: int) -> Block:
         """Returns a block of a KV group, as bytes."""
-        pages = self._pages[self.config.groups[group].pool]
-        return Block([page[block] for page in pages[: len(self.config.groups[group].layers)]])
+        return Block(self._pages(group)[:, block])
 
     def copy(self, copy: BlockCopy) -> None:
         """Copies a block on the device."""
-        group = self.config.groups[copy.group]
-        for pages in self._pages[group.pool][: len(group.layers)]:
-            pages[copy.target].copy_(pages[copy.source])
+        pages = self._pages(copy.group)
+        pages[:, copy.target] = pages[:, copy.source]
+
+    def _pages(self, index: int) -> Tensor:
+        """A KV group's pages: [layers, num_blocks, page_bytes]."""
+        group = self.config.groups[index]
+        return self._pools[group.pool][: len(group.layers)]
 
 
 class Block:
-    """The bytes of a block: one page [page_bytes] per layer of its group."""
+    """The bytes of a block: one page per layer of its group, [layers, page_bytes]. A stage of a
+    pipeline may have no layer of the group."""
 
-    def __init__(self, pages: list[Tensor]) -> None:
+    def __init__(self, pages: Tensor) -> None:
         self._pages = pages
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self._pages))
+        return self._pages.numel()
 
     def read_into(self, target: Data) -> None:
         """Copies the block into host memory of `num_bytes` bytes."""
-        if not self._pages:
-            # A pipeline stage without layers of the group.
-            return
-        place = torch.frombuffer(target, dtype=torch.uint8)
-        start = 0
-        for page in self._pages:
-            place[start : start + len(page)].copy_(page)
-            start += len(page)
+        if self.num_bytes:
+            place = torch.frombuffer(target, dtype=torch.uint8)
+            place.view(self._pages.shape).copy_(self._pages)
 
     def to_bytes(self) -> bytes:
         """Returns a copy of the block, followed by its CRC-32, little-endian."""
@@ -95,16 +94,10 @@ class Block:
         data = data[: self.num_bytes]
         if checked and crc32(data) != int.from_bytes(memoryview(source)[-_CHECKSUM:], "little"):
             raise ValueError("the checksum of a block is wrong")
-        if not self._pages:
-            return
-        with warnings.catch_warnings():
-            # The array is only read.
-            warnings.simplefilter("ignore", UserWarning)
-            place = torch.frombuffer(data, dtype=torch.uint8)
-        start = 0
-        for page in self._pages:
-            page.copy_(place[start : start + len(page)])
-            start += len(page)
+        if self.num_bytes:
+            # torch warns of memory that may not be written.
+            place = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
+            self._pages.copy_(place.view(self._pages.shape))
 
 
 def _dtype(tensor: PageTensor) -> torch.dtype:
@@ -127,7 +120,7 @@ def _split(pages: Tensor, layout: Sequence[PageTensor]) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def zeros(shape: tuple[int, int], device: torch.device, *, pinned: bool = False) -> Tensor:
+def zeros(shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
     """Makes a zeroed byte tensor. `pinned`: host memory that a GPU accesses directly."""
     if device.type != "cpu" or pinned or 0 in shape:
         return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from enum import IntEnum
@@ -18,7 +19,7 @@ from toolkit_lm.plugin import Plugins
 logger = logging.getLogger(__name__)
 
 _WAIT = 0.02
-"""Seconds that a step without rows waits for a load. An abort waits as long."""
+"""Seconds that a step without rows waits for loads. An abort waits as long."""
 _MOST_BYTES = 64 * 2**20
 """Most bytes of loaded blocks that one step writes to the device, so that its rows do not wait
 long."""
@@ -93,11 +94,27 @@ class Transfers:
             return failed
 
     def _end(self, work: TierWork) -> dict[int, bool]:
-        """Writes the data that have arrived to their blocks."""
-        pending = [blocks[0][1] for blocks in self._loads.values() if blocks]
-        if work.waits and pending:
-            wait(pending, _WAIT, FIRST_COMPLETED)
-        left = _MOST_BYTES
+        """Writes the data that have arrived to their blocks. A step that waits does so until a load
+        has ended."""
+        until = time.monotonic() + _WAIT if work.waits else 0.0
+        left = self._write(_MOST_BYTES)
+        while (
+            left > 0
+            and self._loads
+            and all(self._loads.values())
+            and (seconds := until - time.monotonic()) > 0
+        ):
+            wait([load[0][1] for load in self._loads.values() if load], seconds, FIRST_COMPLETED)
+            left = self._write(left)
+        states = self._agree([self._state(ticket) for ticket in work.loading])
+        return {
+            ticket: state == LoadState.COMPLETE
+            for ticket, state in zip(work.loading, states, strict=True)
+            if state != LoadState.LOADING
+        }
+
+    def _write(self, left: int) -> int:
+        """Writes at most about `left` bytes that have arrived. Returns how many are left of it."""
         for ticket, blocks in self._loads.items():
             while blocks and left > 0 and blocks[0][1].done():
                 tier_block, future = blocks.pop(0)
@@ -114,12 +131,7 @@ class Transfers:
                     )
                     self._loads[ticket] = None
                     break
-        states = self._agree([self._state(ticket) for ticket in work.loading])
-        return {
-            ticket: state == LoadState.COMPLETE
-            for ticket, state in zip(work.loading, states, strict=True)
-            if state != LoadState.LOADING
-        }
+        return left
 
     def _state(self, ticket: int) -> LoadState:
         # A rank that missed the step which began the load has failed.

@@ -111,16 +111,13 @@ class Segment:
             raise
         self.size += len(data)
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: Place) -> bytearray:
         """Bytes of a block. Raises OSError, and DamageError for other bytes than were written."""
-        parts = []
-        offset = place.offset
-        end = place.offset + place.num_bytes
-        while offset < end and (part := os.pread(self.fd, end - offset, offset)):
-            parts.append(part)
-            offset += len(part)
-        data = b"".join(parts)
-        if len(data) != place.num_bytes:
+        data = bytearray(place.num_bytes)
+        left = memoryview(data)
+        while left and (count := os.preadv(self.fd, [left], place.offset + len(data) - len(left))):
+            left = left[count:]
+        if left:
             raise DamageError(f"{self.path.name} was cut")
         if crc32(data) != place.checksum:
             raise DamageError(f"{self.path.name}: a block is damaged")
