@@ -10,6 +10,8 @@ from toolkit_lm.kv import KVCacheConfig, KVTier, Outcome
 
 from toolkit_lm_kv_tiers.share import Counts
 
+Key = tuple[int, bytes]
+"""KV group and digest of a block, or its name."""
 _SMALL = 2**22
 """Bytes of a load that tells how long each takes; greater ones tell the rate."""
 _NEW = 0.3
@@ -52,6 +54,8 @@ class PricedTier(KVTier):
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         self.counts = Counts()
+        self._gone: list[Key] = []
+        """Blocks that the worker's half may forget."""
         self._always = options is not None and options.loads == "always"
         self._measured = Measured(self.rate)
 
@@ -69,6 +73,10 @@ class PricedTier(KVTier):
             self.counts.load_seconds += seconds
         if outcome in ("loaded", "late"):
             self._measured.observe(num_bytes, seconds)
+
+    def dropped(self) -> list[Key]:
+        gone, self._gone = self._gone, []
+        return gone
 
     def figures(self) -> Counts:
         """The figures so far."""

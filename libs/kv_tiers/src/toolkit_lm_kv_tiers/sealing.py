@@ -17,6 +17,8 @@ from pathlib import Path
 
 from toolkit_lm.errors import ConfigError
 
+from toolkit_lm_kv_tiers.pricing import Key
+
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
@@ -43,11 +45,16 @@ class Seal:
         """Returns the name of a block, 32 bytes as its digest."""
         return digest
 
+    def about(self, rank: int, block: Key) -> bytes:
+        """Returns what tells a rank's block, by its group and name, from all others."""
+        group, name = block
+        return self.identity + rank.to_bytes(4, "little") + group.to_bytes(2, "little") + name
+
     def close(self, data: bytes | bytearray, about: bytes) -> bytes | bytearray:
         """Returns sealed data. `about`: what tells their place and their block from others."""
         return data
 
-    def open(self, data: bytes, about: bytes) -> bytes:
+    def open(self, data: bytes | bytearray, about: bytes) -> bytes | bytearray:
         """Returns the data. Raises SealError."""
         return data
 
@@ -79,7 +86,7 @@ class KeyedSeal(Seal):
         nonce = os.urandom(_NONCE)
         return nonce + self._cipher.encrypt(nonce, data, about)
 
-    def open(self, data: bytes, about: bytes) -> bytes:
+    def open(self, data: bytes | bytearray, about: bytes) -> bytes | bytearray:
         view = memoryview(data)
         try:
             return self._cipher.decrypt(view[:_NONCE], view[_NONCE:], about)
@@ -103,16 +110,21 @@ def check_key(key_file: str) -> None:
 
 def read_key(key_file: str) -> bytes:
     """Reads a key of 32 bytes. Raises ConfigError."""
-    path = Path(key_file).expanduser()
-    try:
-        with path.open("rb") as file:
-            key = file.read(KEY_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"key_file: {path} cannot be read: {error.strerror}") from None
+    key = read_secret_file("key_file", key_file, KEY_BYTES + 1)
     if len(key) != KEY_BYTES:
         size = "more" if len(key) > KEY_BYTES else f"{len(key)}"
         raise ConfigError(
-            f"key_file: {path} has {size} bytes, and a key has {KEY_BYTES}, such as from "
+            f"key_file: {key_file} has {size} bytes, and a key has {KEY_BYTES}, such as from "
             f"`head -c {KEY_BYTES} /dev/urandom`."
         )
     return key
+
+
+def read_secret_file(option: str, name: str, most: int) -> bytes:
+    """Reads a file's first bytes, at most `most`. Raises ConfigError, which names the option."""
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from None

@@ -14,6 +14,7 @@ from toolkit_lm.kv import BlockBytes, Data, KVCacheConfig, KVTierStore
 from toolkit_lm.messages import TierKey
 from toolkit_lm_kv_tiers.identity import identity_of
 from toolkit_lm_kv_tiers.limits import block_sizes, share_of_rank, why_off
+from toolkit_lm_kv_tiers.pending import Pending
 from toolkit_lm_kv_tiers.sealing import Seal, make_seal
 from toolkit_lm_kv_tiers.stores import remember
 
@@ -24,8 +25,6 @@ from toolkit_lm_kv_disk.segments import Key, Place
 
 logger = logging.getLogger(__name__)
 
-_MOST_PENDING = 2**29
-"""Most bytes that wait to be written. What comes beyond is not stored."""
 _CLOSING = 60.0
 """Most seconds that the end waits for what is still to be written."""
 _READERS = 2
@@ -53,12 +52,10 @@ class DiskStore(KVTierStore):
         except OSError:
             # The scheduler's half has said why.
             return
-        self._pending: dict[Key, bytearray] = {}
+        self._pending = Pending()
         """Blocks that wait to be written, by name of the seal."""
         self._work: deque[tuple[Key, bytearray | None]] = deque()
         """What is to be written, in order. None: the block is to be dropped."""
-        self._num_pending = 0
-        """Bytes in `_work`."""
         self._changed = threading.Condition()
         self._ends = False
         self._has_failed = False
@@ -75,8 +72,7 @@ class DiskStore(KVTierStore):
         folder = folder_of(options.dir, self._seal.identity)
         folder.mkdir(mode=0o700, exist_ok=True)
         place = of_rank(folder, config.parallel.rank)
-        self._about = self._seal.identity + config.parallel.rank.to_bytes(4, "little")
-        """What the seals of all blocks are of."""
+        self._rank = config.parallel.rank
         self._lock = Lock(place)
         if not self._lock.is_held:
             logger.warning("%s: another engine writes here, and this one only reads", place)
@@ -92,30 +88,25 @@ class DiskStore(KVTierStore):
         assert isinstance(key, bytes), "blocks are stored by digest"
         if self._log is None or self._lock is None or not self._lock.is_held:
             return
-        if self._num_pending + block.num_bytes > _MOST_PENDING:
+        name = (group, self._seal.name(key))
+        if (data := self._pending.add(name, block)) is None:
             self.num_lost += 1
             return
-        data = bytearray(block.num_bytes)
-        block.read_into(data)
-        name = self._seal.name(key)
         with self._changed:
-            self._pending[group, name] = data
-            self._work.append(((group, name), data))
-            self._num_pending += len(data)
+            self._work.append((name, data))
             self._changed.notify()
 
     def load(self, group: int, key: TierKey) -> Future[Data]:
         assert isinstance(key, bytes), "blocks are stored by digest"
         if self._log is None:
             raise KeyError("nothing is stored")
-        name = self._seal.name(key)
-        with self._changed:
-            data = self._pending.get((group, name))
-            place = self._log.index.get((group, name))
+        name = (group, self._seal.name(key))
+        # Written blocks are in the log before they cease to wait.
+        data = self._pending.find(name)
         if data is None:
-            if place is None:
+            if (place := self._log.index.get(name)) is None:
                 raise KeyError("the block was not stored")
-            return self._readers.submit(self._read, (group, name), place)
+            return self._readers.submit(self._read, name, place)
         future: Future[Data] = Future()
         future.set_result(data)
         return future
@@ -128,7 +119,7 @@ class DiskStore(KVTierStore):
         names = dict.fromkeys([key, self._seal.name(key)])
         with self._changed:
             for name in names:
-                self._pending.pop((group, name), None)
+                self._pending.drop((group, name))
                 self._work.append(((group, name), None))
             self._changed.notify()
 
@@ -152,35 +143,26 @@ class DiskStore(KVTierStore):
                         return
                     self._changed.wait()
                 key, data = self._work.popleft()
-                if data is not None:
-                    self._num_pending -= len(data)
-                    if self._pending.get(key) is not data:
-                        # It was dropped, or stored again.
-                        continue
             try:
-                self._write(key, data)
+                if data is None or self._pending.is_wanted(key, data):
+                    self._write(key, data)
             except Exception as error:
                 self.num_lost += 1
                 if not self._has_failed:
                     logger.warning("KV blocks cannot be written to disk: %s", error)
                 self._has_failed = True
-            with self._changed:
-                if data is not None and self._pending.get(key) is data:
-                    del self._pending[key]
+            if data is not None:
+                self._pending.done(key, data)
 
     def _write(self, key: Key, data: bytearray | None) -> None:
         assert self._log is not None, "there is no thread without a log"
         if data is None:
             self._log.drop(key)
         elif key not in self._log.index and not self._log.append(
-            key, self._seal.close(data, self._of(key))
+            key, self._seal.close(data, self._seal.about(self._rank, key))
         ):
             self.num_lost += 1
 
     def _read(self, name: Key, place: Place) -> Data:
         """Bytes of a block. Raises OSError, DamageError and SealError."""
-        return self._seal.open(place.segment.read(place), self._of(name))
-
-    def _of(self, name: Key) -> bytes:
-        """What the seal of a block is of, beside the key."""
-        return self._about + name[0].to_bytes(2, "little") + name[1]
+        return self._seal.open(place.segment.read(place), self._seal.about(self._rank, name))

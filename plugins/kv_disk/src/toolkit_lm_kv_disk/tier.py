@@ -16,7 +16,7 @@ from toolkit_lm_kv_tiers.limits import block_sizes, num_bytes, num_ranks, share_
 from toolkit_lm_kv_tiers.pricing import PricedTier
 from toolkit_lm_kv_tiers.sealing import Seal, make_seal
 from toolkit_lm_kv_tiers.share import Counts
-from toolkit_lm_kv_tiers.writing import SeenTwice
+from toolkit_lm_kv_tiers.writing import SeenTwice, WritingTier
 
 from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
 from toolkit_lm_kv_disk.limits import disk_bytes
@@ -44,7 +44,6 @@ class LruTier(PricedTier):
         self._held: OrderedDict[Key, None] = OrderedDict()
         """By name of the seal. The longest unused first."""
         self._num_bytes = 0
-        self._gone: list[Key] = []
 
     def find(self, group: int, digests: Sequence[bytes]) -> int:
         held = self._held
@@ -59,10 +58,6 @@ class LruTier(PricedTier):
     def failed(self, group: int, digests: Sequence[bytes]) -> None:
         for digest in digests:
             self._remove(self._name((group, digest)))
-
-    def dropped(self) -> list[Key]:
-        gone, self._gone = self._gone, []
-        return gone
 
     def reset(self) -> None:
         self._gone += self._held
@@ -147,7 +142,7 @@ class HostTier(LruTier):
         return self._add(contents)
 
 
-class DiskTier(LruTier):
+class DiskTier(LruTier, WritingTier):
     """Blocks on disk: all that steps have filled, or those of them that were seen twice."""
 
     rate = 1e9
@@ -156,7 +151,6 @@ class DiskTier(LruTier):
         super().__init__(config, kv_cache, options=options)
         self._lock: Lock | None = None
         self._named: NamedPrefixes | None = None
-        self._seen: SeenTwice | None = None
         if options is None or options.dir is None:
             self.is_off = True
             return
@@ -196,31 +190,6 @@ class DiskTier(LruTier):
                 self._num_bytes += self._bytes_of(key)
         self._evict()
         logger.info("%s: %d KV blocks, %.1f MiB", folder, len(self._held), self._num_bytes / 2**20)
-
-    def evicted(self, contents: Sequence[Key]) -> Sequence[Key]:
-        if self._seen is not None:
-            contents = [key for key in contents if key in self._seen]
-        return self._add(contents) if self._writes else ()
-
-    def filled(self, contents: Sequence[Key]) -> Sequence[Key]:
-        if self._seen is not None and self._writes:
-            seen = [key for key in contents if self._seen.computed(key)]
-            self.counts.withheld_blocks += len(contents) - len(seen)
-            contents = seen
-        return self._add(contents) if self._writes else ()
-
-    def hit(self, group: int, digest: bytes) -> None:
-        if self._seen is not None:
-            self._seen.found((group, digest))
-
-    def wants(self, group: int, digest: bytes) -> bool:
-        key = (group, digest)
-        return (
-            self._seen is not None
-            and self._writes
-            and key in self._seen
-            and self._name(key) not in self._held
-        )
 
     @property
     def _writes(self) -> bool:

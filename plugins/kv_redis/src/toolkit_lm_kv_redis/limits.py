@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_kv_tiers.limits import given_options
-from toolkit_lm_kv_tiers.sealing import check_key
+from toolkit_lm_kv_tiers.sealing import check_key, read_secret_file
 
 PASSWORD = "TOOLKIT_LM_KV_REDIS_PASSWORD"  # nosec B105
 """Variable of the environment that has the password."""
@@ -66,12 +66,11 @@ def password_of(options: Any) -> str | None:
     """The server's password. Raises ConfigError for a file that cannot be read."""
     if options.password_file is None:
         return os.environ.get(PASSWORD) or None
-    path = Path(options.password_file).expanduser()
+    text = read_secret_file("kv_redis.password_file", options.password_file, 4096)
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.readline(4096).rstrip("\r\n") or None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kv_redis.password_file: {path} cannot be read: {error}") from None
+        return text.partition(b"\n")[0].rstrip(b"\r").decode() or None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"kv_redis.password_file: {error}") from None
 
 
 def is_enabled(config: VllmConfig) -> bool:

@@ -15,6 +15,7 @@ from toolkit_lm.kv import BlockBytes, Data, KVCacheConfig, KVTierStore
 from toolkit_lm.messages import TierKey
 from toolkit_lm_kv_tiers.identity import identity_of
 from toolkit_lm_kv_tiers.limits import block_sizes, why_off
+from toolkit_lm_kv_tiers.pending import Pending
 from toolkit_lm_kv_tiers.sealing import make_seal
 from toolkit_lm_kv_tiers.stores import remember
 
@@ -25,8 +26,6 @@ from toolkit_lm_kv_redis.tier import RedisTier
 
 logger = logging.getLogger(__name__)
 
-_MOST_PENDING = 2**29
-"""Most bytes that wait to be written. What comes beyond is not stored."""
 _BATCH = 2**24
 """Most bytes of blocks that are asked for, or written, at once, but for a single block."""
 _SILENCE = 2.0
@@ -108,13 +107,10 @@ class RedisStore(KVTierStore):
         )
         self._rank = config.parallel.rank
         self._prefix = prefix_of(options, self._seal.identity)
-        self._about = self._seal.identity + self._rank.to_bytes(4, "little")
         self._sizes = [size + self._seal.overhead + FRAME_BYTES for size in block_sizes(kv_cache)]
         self._ttl: int | None = options.ttl or None
-        self._pending: dict[Name, bytearray] = {}
+        self._pending = Pending()
         """Blocks that wait to be written."""
-        self._num_pending = 0
-        """Bytes of these, and of those that were replaced."""
         self._reads = connect(options, _SILENCE)
         self._writes = connect(options, _SILENCE)
         self._may_read = Breaker(f"{options.url}: no KV blocks are loaded")
@@ -126,26 +122,18 @@ class RedisStore(KVTierStore):
         assert isinstance(key, bytes), "blocks are stored by digest"
         if not self._is_on:
             return
-        num_bytes = block.num_bytes
-        if self._may_write.is_open or self._num_pending + num_bytes > _MOST_PENDING:
+        name = (group, self._seal.name(key))
+        if self._may_write.is_open or (data := self._pending.add(name, block)) is None:
             self.num_lost += 1
             return
-        data = bytearray(num_bytes)
-        block.read_into(data)
-        name = (group, self._seal.name(key))
-        with self._writing.changed:
-            self._pending[name] = data
-            self._num_pending += num_bytes
-        self._writing.put(num_bytes, (name, data))
+        self._writing.put(len(data), (name, data))
 
     def load(self, group: int, key: TierKey) -> Future[Data]:
         assert isinstance(key, bytes), "blocks are stored by digest"
         if not self._is_on:
             raise KeyError("nothing is stored")
         load = _Load((group, self._seal.name(key)))
-        with self._writing.changed:
-            data = self._pending.get(load.name)
-        if data is not None:
+        if (data := self._pending.find(load.name)) is not None:
             load.future.set_result(data)
         elif self._may_read.is_open:
             raise KeyError("the store does not answer")
@@ -158,8 +146,7 @@ class RedisStore(KVTierStore):
         if not self._is_on:
             return
         name = (group, self._seal.name(key))
-        with self._writing.changed:
-            self._pending.pop(name, None)
+        self._pending.drop(name)
         self._writing.put(0, (name, None))
 
     def close(self) -> None:
@@ -174,17 +161,13 @@ class RedisStore(KVTierStore):
     def _key(self, name: Name) -> str:
         return key_of(self._prefix, self._rank, *name)
 
-    def _of(self, name: Name) -> bytes:
-        """What the seal of a block is of, beside the key."""
-        return self._about + name[0].to_bytes(2, "little") + name[1]
-
     def _write_all(self, blocks: list[tuple[Name, bytearray | None]]) -> None:
         """Writes blocks, and drops those without data. What cannot be written is lost."""
         written = [
             (name, data)
             for name, data in blocks
             # It was dropped, or stored again.
-            if data is None or self._pending.get(name) is data
+            if data is None or self._pending.is_wanted(name, data)
         ]
         num_blocks = sum(data is not None for _, data in written)
         if self._may_write.is_open:
@@ -203,11 +186,9 @@ class RedisStore(KVTierStore):
                     self._may_write.failed(errors[0])
                 else:
                     self._may_write.worked()
-        with self._writing.changed:
-            for name, data in blocks:
-                self._num_pending -= 0 if data is None else len(data)
-                if data is not None and self._pending.get(name) is data:
-                    del self._pending[name]
+        for name, data in blocks:
+            if data is not None:
+                self._pending.done(name, data)
 
     def _write(self, blocks: list[tuple[Name, bytearray | None]]) -> list[Any]:
         """Returns the server's answers. Raises what redis raises."""
@@ -217,7 +198,8 @@ class RedisStore(KVTierStore):
                 if data is None:
                     pipe.unlink(key)
                 else:
-                    value = pack(key, self._seal.close(data, self._of(name)))
+                    about = self._seal.about(self._rank, name)
+                    value = pack(key, self._seal.close(data, about))
                     pipe.set(key, value, ex=self._ttl)
             found: list[Any] = pipe.execute(raise_on_error=False)
         return found
@@ -240,7 +222,8 @@ class RedisStore(KVTierStore):
         for load, value in zip(loads, values, strict=True):
             try:
                 data = unpack(self._key(load.name), value)
-                load.future.set_result(self._seal.open(bytes(data), self._of(load.name)))
+                about = self._seal.about(self._rank, load.name)
+                load.future.set_result(self._seal.open(bytearray(data), about))
             except Exception as error:
                 load.future.set_exception(error)
 

@@ -10,10 +10,9 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheConfig
 from toolkit_lm_kv_tiers.identity import identity_of
 from toolkit_lm_kv_tiers.limits import block_sizes, num_ranks, why_off
-from toolkit_lm_kv_tiers.pricing import PricedTier
 from toolkit_lm_kv_tiers.sealing import make_seal
 from toolkit_lm_kv_tiers.share import Counts
-from toolkit_lm_kv_tiers.writing import SeenTwice
+from toolkit_lm_kv_tiers.writing import SeenTwice, WritingTier
 
 from toolkit_lm_kv_redis.asking import Asker, Key
 from toolkit_lm_kv_redis.limits import address_of, is_selective, key_file_of
@@ -22,7 +21,7 @@ from toolkit_lm_kv_redis.link import prefix_of
 logger = logging.getLogger(__name__)
 
 
-class RedisTier(PricedTier):
+class RedisTier(WritingTier):
     """Blocks in the store: those that steps have filled, here and in other engines of the same
     identity. The server makes room by its own rules."""
 
@@ -32,7 +31,6 @@ class RedisTier(PricedTier):
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, *, options: Any) -> None:
         super().__init__(config, kv_cache, options=options)
         self._asking = False
-        self._gone: list[Key] = []
         self._sizes = block_sizes(kv_cache)
         if options is None or options.url is None:
             self.is_off = True
@@ -45,7 +43,8 @@ class RedisTier(PricedTier):
         seal = make_seal(
             identity_of(config, kv_cache, None, "kv_redis.url"), key_file_of(config, options)
         )
-        self._seen = SeenTwice() if is_selective(config, options) else None
+        if is_selective(config, options):
+            self._seen = SeenTwice()
         self._asker = Asker(
             options, prefix_of(options, seal.identity), num_ranks(config), seal.name
         )
@@ -66,43 +65,18 @@ class RedisTier(PricedTier):
     def failed(self, group: int, digests: Sequence[bytes]) -> None:
         self._asker.forget([(group, digest) for digest in digests])
 
-    def evicted(self, contents: Sequence[Key]) -> Sequence[Key]:
-        if self._seen is not None:
-            contents = [key for key in contents if key in self._seen]
-        return self._add(contents)
+    @property
+    def _writes(self) -> bool:
+        return self._asker.is_up
 
-    def filled(self, contents: Sequence[Key]) -> Sequence[Key]:
-        if self._seen is not None and self._asker.is_up:
-            seen = [key for key in contents if self._seen.computed(key)]
-            self.counts.withheld_blocks += len(contents) - len(seen)
-            contents = seen
-        return self._add(contents)
+    def holds(self, key: Key) -> bool:
+        return self._asker.is_known(key)
 
     def _add(self, contents: Sequence[Key]) -> Sequence[Key]:
-        """Returns the blocks that the store is not known to have."""
-        if not self._asker.is_up:
-            return ()
-        new = [key for key in contents if not self._asker.is_known(key)]
+        new = [key for key in contents if not self.holds(key)]
         self._asker.add(new)
         self.counts.stored_blocks += len(new)
         return new
-
-    def hit(self, group: int, digest: bytes) -> None:
-        if self._seen is not None:
-            self._seen.found((group, digest))
-
-    def wants(self, group: int, digest: bytes) -> bool:
-        key = (group, digest)
-        return (
-            self._seen is not None
-            and self._asker.is_up
-            and key in self._seen
-            and not self._asker.is_known(key)
-        )
-
-    def dropped(self) -> list[Key]:
-        gone, self._gone = self._gone, []
-        return gone
 
     def reset(self) -> None:
         self._gone += self._asker.reset()

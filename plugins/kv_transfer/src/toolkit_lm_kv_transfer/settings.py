@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_kv_tiers.limits import given_options, num_bytes
+from toolkit_lm_kv_tiers.sealing import read_secret_file
 
 SECRET = "TOOLKIT_LM_KV_TRANSFER_SECRET"  # nosec B105 # the variable's name
 _ENGINE = "TOOLKIT_LM_ENGINE_NUMBER"
@@ -120,11 +120,8 @@ def read_secret(options: Any) -> bytes:
             )
     else:
         where = f"the file {options.secret_file!r} (kv_transfer.secret_file)"
-        try:
-            with Path(options.secret_file).open("rb") as file:
-                secret = file.read(_MOST_SECRET).strip()
-        except OSError as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from error
+        name = "kv_transfer.secret_file"
+        secret = read_secret_file(name, options.secret_file, _MOST_SECRET).strip()
     if len(secret) < _LEAST_SECRET:
         raise ConfigError(
             f"the secret in {where} has {len(secret)} characters: it needs {_LEAST_SECRET}. "
