@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -298,24 +297,6 @@ def test_200_damaged_values_are_misses(llama, server, plain, tmp_path, sealed):
         assert tokens(answers(llm)) == tokens(plain)
         assert tier_of(llm).counts.loads == {"failed": 4}
         assert llm.engine.client.core.scheduler.blocks.num_used == 0
-
-
-def test_aborts_during_loads_leave_no_block(llama, server):
-    with engine(llama, server.url) as llm:
-        answers(llm)
-    with engine(llama, server.url) as llm:
-        core = llm.engine.client.core
-        store = store_of(llm)
-        store.load = lambda group, key: Future()
-        for number in range(300):
-            llm.engine.add_request(f"{number}", PROMPTS[number % 4], DISK.LOUD)
-            while not core.scheduler.roster.loading:
-                llm.engine.step()
-            llm.engine.abort([f"{number}"])
-        del store.load
-        assert core.scheduler.blocks.num_used == 0
-        assert tier_of(llm).counts.loads == {"cancelled": 300}
-        assert answers(llm)[1] == WHOLE
 
 
 def test_a_store_that_is_full_keeps_what_it_has(llama, start_server, plain, caplog):  # noqa: F811
