@@ -3,11 +3,13 @@
 usage: python benchmarks/kv_blocks.py [--device cpu] [--rounds 7]
 
 A block is a page for each layer of its KV group. *Gather*: a buffer [blocks, page_bytes] per layer,
-as the cache has it, so that a block is gathered from all of them. *Region*: one buffer [blocks,
-layers, page_bytes], so that a block is one piece, and a layer a strided view. Three things are
-measured: blocks, in any order, out to bytes of the host and back; and what a layer's attention
-pays for the stride, as a copy of the layer's pages of a sequence, in order of its table. Rounds
-take turns; shown is the median. Figures count only on a machine that does nothing else.
+so that a block is gathered from all of them, in a call each. *Whole*: one buffer [layers, blocks,
+page_bytes], as the cache has it: a layer is one piece, and a block is copied in one call. *Region*:
+one buffer [blocks, layers, page_bytes], so that a block is one piece, and a layer a strided view.
+Three things are measured: blocks, in any order, out to bytes of the host and back; and what a
+layer's attention pays for the stride, as a copy of the layer's pages of a sequence, in order of its
+table. Rounds take turns; shown is the median. Figures count only on a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -65,8 +67,11 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, list[f
     region = torch.zeros(
         (num_blocks, shape.layers, shape.page_bytes), dtype=torch.uint8, device=device
     )
+    layers = torch.zeros_like(region.transpose(0, 1).contiguous())
+    blocks = {"whole": layers.transpose(0, 1), "region": region}
     layouts = {
         "gather": [torch.zeros_like(region[:, 0]).contiguous() for _ in range(shape.layers)],
+        "whole": [*layers],
         "region": [region[:, layer] for layer in range(shape.layers)],
     }
     pinned = device.type == "cuda"
@@ -77,7 +82,7 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, list[f
     moved = _MOVED * shape.layers * shape.page_bytes
     cases: dict[str, list[tuple[int, Callable[[], None]]]] = {}
     for name, pages in layouts.items():
-        whole = region if name == "region" else None
+        whole = blocks.get(name)
         cases[name] = [
             (moved, lambda pages=pages, whole=whole: out(pages, whole, table, host)),
             (moved, lambda pages=pages, whole=whole: back(pages, whole, table, host)),
@@ -100,21 +105,21 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, list[f
     }
 
 
-def out(pages: list[Tensor], region: Tensor | None, table: list[int], host: Tensor) -> None:
-    """Blocks to the host, one by one."""
+def out(pages: list[Tensor], blocks: Tensor | None, table: list[int], host: Tensor) -> None:
+    """Blocks to the host, one by one. `blocks`: [blocks, layers, page_bytes]."""
     for place, block in enumerate(table):
-        if region is not None:
-            host[place].copy_(region[block], non_blocking=True)
+        if blocks is not None:
+            host[place].copy_(blocks[block], non_blocking=True)
             continue
         for layer, page in enumerate(pages):
             host[place, layer].copy_(page[block], non_blocking=True)
 
 
-def back(pages: list[Tensor], region: Tensor | None, table: list[int], host: Tensor) -> None:
-    """Blocks from the host, one by one."""
+def back(pages: list[Tensor], blocks: Tensor | None, table: list[int], host: Tensor) -> None:
+    """Blocks from the host, one by one. `blocks`: [blocks, layers, page_bytes]."""
     for place, block in enumerate(table):
-        if region is not None:
-            region[block].copy_(host[place], non_blocking=True)
+        if blocks is not None:
+            blocks[block].copy_(host[place], non_blocking=True)
             continue
         for layer, page in enumerate(pages):
             page[block].copy_(host[place, layer], non_blocking=True)
