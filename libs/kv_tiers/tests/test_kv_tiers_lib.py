@@ -1,4 +1,4 @@
-"""Seals, and which blocks are worth writing."""
+"""Seals, blocks that wait, and which are worth writing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 
 import pytest
 from toolkit_lm.errors import ConfigError
+from toolkit_lm_kv_tiers.pending import Pending
 from toolkit_lm_kv_tiers.sealing import KeyedSeal, Seal, SealError, check_key, make_seal
 from toolkit_lm_kv_tiers.writing import SeenTwice
 
@@ -86,3 +87,57 @@ def test_blocks_are_worth_writing_once_they_were_seen_twice(monkeypatch):
     for number in range(9):
         seen.computed((2, bytes([number])))
     assert [seen.computed((2, bytes([number]))) for number in (8, 0)] == [True, False]
+
+
+class Bytes:
+    """A block of the device."""
+
+    def __init__(self, data):
+        self.data = data
+        self.num_bytes = len(data)
+
+    def read_into(self, target):
+        target[:] = self.data
+
+
+def test_a_block_is_found_while_it_waits():
+    """A copy of it, so that its memory can be used again once it was written."""
+    pending = Pending()
+    name = (0, b"a")
+    data = pending.add(name, Bytes(DATA))
+    assert (data, len(pending), pending.find(name)) == (DATA, 1, DATA)
+    assert pending.is_wanted(name, data)
+    found = pending.find(name)
+    pending.done(name, data)
+    assert (len(pending), pending.find(name)) == (0, None)
+    assert pending.add((0, b"b"), Bytes(DATA[::-1])) is data
+    assert found == DATA
+
+
+def test_a_block_that_was_dropped_or_stored_again_is_not_written():
+    pending = Pending()
+    name = (0, b"a")
+    first = pending.add(name, Bytes(DATA))
+    second = pending.add(name, Bytes(DATA[::-1]))
+    assert [pending.is_wanted(name, data) for data in (first, second)] == [False, True]
+    pending.done(name, first)
+    assert pending.find(name) == DATA[::-1]
+    pending.drop(name)
+    assert not pending.is_wanted(name, second)
+
+
+def test_what_waits_and_what_is_kept_for_later_is_bounded(monkeypatch):
+    monkeypatch.setattr("toolkit_lm_kv_tiers.pending._MOST", 3 * len(DATA))
+    monkeypatch.setattr("toolkit_lm_kv_tiers.pending._MOST_SPARE", len(DATA))
+    pending = Pending()
+    names = [(0, bytes([number])) for number in range(4)]
+    copies = [pending.add(name, Bytes(DATA)) for name in names]
+    assert [data is None for data in copies] == [False, False, False, True]
+    # Dropped ones wait until they are done with.
+    pending.drop(names[0])
+    assert pending.add(names[3], Bytes(DATA)) is None
+    for name, data in zip(names, copies[:3], strict=False):
+        pending.done(name, data)
+    again = [pending.add(name, Bytes(DATA)) for name in names[:3]]
+    kept = [data for data in again if any(data is each for each in copies)]
+    assert len(kept) == 1
