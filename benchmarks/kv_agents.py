@@ -167,7 +167,8 @@ def start_peer(stack: ExitStack, name: str, python: str, given: Sequence[object]
             env=os.environ | settings | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"},
         )
     )
-    stdin, stdout = process.stdin, process.stdout
+    stdin = process.stdin
+    stdout = process.stdout
     assert stdin is not None and stdout is not None
     log: list[str] = []
     for line in stdout:
