@@ -38,7 +38,7 @@ class Engine:
     ) -> None:
         """`engine`, `server`: options by name. Raises the ToolkitError that keeps the engine from
         starting."""
-        # The engine's process finds the cluster by it.
+        # The engine's process joins this cluster, and no other of the machine's.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._config = VllmConfig.make(**engine)
         options = ServerOptions(**server, host=ray.util.get_node_ip_address(), port=0, ui=False)
