@@ -19,6 +19,8 @@ HEAD_BYTES = 64 * MOST_KEYS
 """Most bytes of a frame that holds no block."""
 _BEAT = 1000
 """Milliseconds between two heartbeats of a connection."""
+_CURVE = 64
+"""More bytes than encryption adds to a frame: 33. The bound of a frame counts them."""
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Key = tuple[int, Digest]
@@ -84,7 +86,7 @@ def make_socket(
         zmq.LINGER: 0,
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: most,
+        zmq.MAXMSGSIZE: most + _CURVE,
         zmq.HEARTBEAT_IVL: _BEAT,
         zmq.HEARTBEAT_TIMEOUT: 5 * _BEAT,
         zmq.HEARTBEAT_TTL: 5 * _BEAT,
