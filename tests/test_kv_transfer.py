@@ -3,44 +3,38 @@ fails on the way is computed."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import socket
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
-import zmq
+from kv_transfers import (
+    LOUD,
+    OFFER,
+    PROMPTS,
+    SECRET,
+    SEEDED,
+    THREADS,
+    Liar,
+    alone,
+    decode,
+    engine,
+    failures,
+    idle,
+    make_hybrid,
+    pair,
+    prefill,
+    prompts,
+    store_of,
+    tier_of,
+)
 from ports import free_port
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError, ToolkitError
-from toolkit_lm_devkit import make_checkpoint, randomize
 from toolkit_lm_kv_transfer.settings import Address
-from toolkit_lm_kv_transfer.share import ARRAY
-from toolkit_lm_kv_transfer.wire import Ask, Block, Get, Has, decode_question, encode, make_socket
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "plugins" / "threads"))
-THREADS = importlib.import_module("toolkit_lm_threads")
-SMALL: dict[str, Any] = {
-    "block_size": 4,
-    "max_model_len": 112,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "dtype": "float32",
-    "num_kv_blocks": 200,
-}
-LOUD: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
-SEEDED: dict[str, Any] = {**LOUD, "temperature": 1.0, "seed": 11}
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-SECRET = "a secret of sixteen characters or more"
+from toolkit_lm_kv_transfer.wire import Block, Get, encode
 
 
 @pytest.fixture(autouse=True)
@@ -56,97 +50,7 @@ def llama(make_llama):
 
 @pytest.fixture
 def hybrid(tmp_path):
-    """A Qwen 3.5 with a recurrent state: the prefix ends at snapshots."""
-    sys.path.insert(0, str(ROOT / "contrib_models" / "hybrid" / "tests"))
-    families = importlib.import_module("hybrid_families")
-    fields = {
-        **families.VARIANTS["Qwen3_5ForCausalLM"]["dense"],
-        "max_position_embeddings": 4096,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
-    model = families.make_model("Qwen3_5ForCausalLM", fields).eval()
-    randomize(model)
-    return make_checkpoint(tmp_path / "hybrid", model)
-
-
-def prompts(*lengths: int, seed: int = 5) -> list[dict[str, list[int]]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt_token_ids": torch.randint(3, 272, (n,), generator=generator).tolist()}
-        for n in lengths
-    ]
-
-
-PROMPTS = prompts(70, 66, 60, 71)
-
-
-def engine(model: Path, own: dict[str, Any] | None = None, **more: Any) -> LLM:
-    option = {} if own is None else {"kv_transfer": own}
-    return LLM(str(model), plugin_option=option, **SMALL | more)
-
-
-def tier_of(llm: LLM) -> Any:
-    return llm.engine.client.core.scheduler.tiers.tiers["kv_transfer"]
-
-
-def store_of(llm: LLM) -> Any:
-    from toolkit_lm_kv_transfer.store import _STORES
-
-    [found] = [s for s in _STORES if s.options is llm_options(llm)]
-    return found
-
-
-def llm_options(llm: LLM) -> Any:
-    return llm.engine.client.core.scheduler.planners.by_name["kv_transfer"]._options
-
-
-def idle(llm: LLM) -> None:
-    """Runs the steps that the parts of an engine await."""
-    core = llm.engine.client.core
-    for _ in range(20):
-        if not core.has_unfinished:
-            return
-        core.step()
-    raise AssertionError("the engine never rests")
-
-
-def prefill(llm: LLM, prompt: Any, **params: Any) -> dict[str, Any]:
-    """`kv_transfer_params` that the prefill of a prompt answers."""
-    sampling = SamplingParams(
-        **{**LOUD, **params, "max_tokens": 1}, extra_args={"kv_transfer_params": OFFER}
-    )
-    [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    assert not output.error, output.error
-    idle(llm)
-    return json.loads(output.outputs[0].arrays[ARRAY].tobytes())
-
-
-def decode(llm: LLM, prompt: Any, transfer: Any, **params: Any) -> tuple[Any, int]:
-    """Tokens and log probabilities of each sequence, and the number of cached tokens."""
-    args = None if transfer is None else {"kv_transfer_params": transfer}
-    sampling = SamplingParams(**{**LOUD, **params}, extra_args=args)
-    [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    assert not output.error, output.error
-    found = [
-        [
-            (token, sorted((key, value.logprob) for key, value in entry.items()))
-            for token, entry in zip(one.token_ids, one.logprobs, strict=True)
-        ]
-        for one in output.outputs
-    ]
-    return found, output.num_cached_tokens
-
-
-@contextmanager
-def pair(model: Path, host: str = "127.0.0.1", own: Any = None, **more: Any) -> Iterator[Any]:
-    """A prefill engine, and a decode engine that knows it."""
-    address = f"{host}:{free_port(host, count=2)}"
-    with (
-        engine(model, {"listen": address, **(own or {})}, **more) as first,
-        engine(model, {"peers": [address], **(own or {})}, **more) as second,
-    ):
-        yield first, second
+    return make_hybrid(tmp_path / "hybrid")
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -199,53 +103,6 @@ def test_answers_are_those_of_one_engine(request, kind, llama):
 # Peers that fail
 
 
-def alone(model: Path, prompt: Any) -> Any:
-    """The answer of one engine that has nothing cached: what a failed transfer must come to."""
-    with engine(model) as llm:
-        return decode(llm, prompt, None)
-
-
-def failures(llm: LLM) -> dict[str, int]:
-    return store_of(llm).counts().failures
-
-
-class Liar:
-    """A peer that holds the secret, and answers what the test says."""
-
-    def __init__(self, blocks: dict[tuple[int, bytes], bytes], secret: str = SECRET) -> None:
-        """`blocks`: those that it says it has; it is to `answer`."""
-        import hashlib
-
-        self.address = Address("127.0.0.1", free_port())
-        self.blocks = blocks
-        self.answer: Any = None
-        self._context = zmq.Context()
-        key = hashlib.sha256(secret.encode()).digest()
-        self._socket = make_socket(self._context, zmq.ROUTER, key, 2**20, serves=True)
-        self._socket.bind(self.address.endpoint)
-        self._ends = False
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._ends:
-            if not self._socket.poll(20):
-                continue
-            client, body = self._socket.recv_multipart()
-            question = decode_question(body)
-            if isinstance(question, Ask):
-                held = [True] * len(question.keys)
-                self._socket.send_multipart([client, encode(Has(question.number, True, held))])
-            elif self.answer is not None:
-                for frames in self.answer(question):
-                    self._socket.send_multipart([client, *frames])
-        self._context.destroy(linger=0)
-
-    def close(self) -> None:
-        self._ends = True
-        self._thread.join()
-
-
 def damaged(question: Get) -> Iterator[list[bytes]]:
     for group, digest in question.keys:
         yield [encode(Block(group, digest, True, 1)), bytes(4096)]
@@ -274,7 +131,13 @@ def silence(question: Get) -> Iterator[list[bytes]]:
     yield from ()
 
 
+def outside(question: Get) -> Iterator[list[bytes]]:
+    for group, digest in question.keys:
+        yield [encode(Block(group, digest, True, crc32(bytes(4096)), 2**40, 1)), b""]
+
+
 LIES = {
+    "outside": (outside, "damaged"),
     "damaged": (damaged, "damaged"),
     "cut": (cut, "damaged"),
     "others": (others, "late"),
@@ -473,6 +336,7 @@ def test_a_port_in_use_ends_the_start(llama):
         ({"do_remote_decode": True, "do_remote_prefill": True}, "are both true"),
         ({"do_remote_decode": 1}, "do_remote_decode must be true or false"),
         ({"do_remote_prefill": True}, "remote_host must be a text"),
+        ({"do_remote_prefill": True, "transfer_id": 1}, "transfer_id must be a text"),
         ({"do_remote_prefill": True, "remote_block_ids": [1]}, "remote_block_ids must be"),
         ({"do_remote_prefill": True, "remote_block_ids": [[-1]]}, "remote_block_ids must be"),
         ({"do_remote_decode": True}, "no peer can fetch from this engine"),

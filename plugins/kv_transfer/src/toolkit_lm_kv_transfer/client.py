@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -11,26 +12,34 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
 import zmq
 from toolkit_lm.kv import Data
 
+from toolkit_lm_kv_transfer.arena import SharedMemory
 from toolkit_lm_kv_transfer.settings import Address
 from toolkit_lm_kv_transfer.share import RankCounts
 from toolkit_lm_kv_transfer.wire import (
     HEAD_BYTES,
     MOST_KEYS,
+    ArenaName,
     Ask,
     Block,
+    Done,
     Get,
     Has,
     Key,
+    Question,
+    State,
     decode_answer,
     encode,
     make_socket,
 )
+
+logger = logging.getLogger(__name__)
 
 _TICK_MS = 50
 _PING = 1.0
@@ -45,6 +54,15 @@ _WINDOW = 64 * 2**20
 
 class FetchError(Exception):
     """A block has not come. The text says why."""
+
+
+class Patience(NamedTuple):
+    """How long blocks are waited for, in seconds."""
+
+    timeout: float
+    """Without a block, or a word of the peer that computes it."""
+    lease: float
+    """While a peer computes them, without a block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +81,12 @@ class _Peer:
     """Bytes that it is asked for, and has not sent."""
     asks: dict[int, list[Key]] = field(default_factory=dict)
     """Questions that it has not answered, by number."""
+    arena: ArenaName | None = None
+    """The arena that it has named last."""
+    memory: SharedMemory | None = None
+    """That arena, if this process can open it."""
+    loans: list[int] = field(default_factory=list)
+    """Places of the arena that are read, and not given back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +96,11 @@ class _Wanted:
     silent: set[_Peer]
     """Peers that have not said whether they have it."""
     source: _Peer | None = None
-    """The peer that has it."""
+    """The peer that has it, or computes it."""
+    is_coming: bool = False
+    """The source computes it."""
+    is_counted: bool = False
+    """It is in the `num_bytes` of its source."""
 
 
 class Client:
@@ -85,19 +113,23 @@ class Client:
         secret: bytes,
         identity: bytes,
         sizes: Sequence[int],
-        timeout: float,
+        patience: Patience,
         counts: RankCounts,
     ) -> None:
-        """`sizes`: bytes of a block, by KV group. `timeout`: seconds without a block after which a
-        peer is given up."""
+        """`sizes`: bytes of a block, by KV group."""
         self._identity = identity
         self._sizes = sizes
-        self._timeout = timeout
+        self._patience = patience
         self._counts = counts
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._new: deque[tuple[Key, Future[Data]]] = deque()
         self._wanted: dict[Key, _Wanted] = {}
+        self._early: dict[Key, float] = {}
+        """Blocks that peers may not know of yet, with the time.monotonic() until which that is so,
+        in this order."""
+        self._again: list[Key] = []
+        """Blocks of these that no peer has: all are asked once more."""
         self._began = time.monotonic()
         self._looked = 0.0
         self._ends = False
@@ -129,6 +161,14 @@ class Client:
             self._waker.send(b"\0")
         return future
 
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Peers are about to compute these blocks. Before or after `fetch`."""
+        end = time.monotonic() + self._patience.lease
+        with self._lock:
+            for key in keys:
+                self._early.pop(key, None)
+                self._early[key] = end
+
     def close(self) -> None:
         with self._lock:
             self._ends = True
@@ -158,6 +198,8 @@ class Client:
                 for _, future in self._new:
                     future.set_exception(FetchError("the engine ends"))
                 self._new.clear()
+            for peer in self._peers:
+                self._share(peer, None)
             self._context.destroy(linger=0)
             self._woken.close()
             self._waker.close()
@@ -174,19 +216,28 @@ class Client:
             if key in self._wanted:
                 self._wanted[key].futures.append(future)
             else:
-                self._wanted[key] = _Wanted([future], now, set(reachable))
+                self._wanted[key] = _Wanted([future], now, set())
                 keys.append(key)
+        self._ask(keys, reachable)
+
+    def _ask(self, keys: list[Key], reachable: Sequence[_Peer]) -> None:
+        """Asks these peers which of the wanted blocks they have."""
+        for key in keys:
+            self._wanted[key].silent = set(reachable)
         for start in range(0, len(keys), MOST_KEYS):
             some = keys[start : start + MOST_KEYS]
             for peer in reachable:
                 number = next(self._numbers)
-                if self._send(peer, Ask(number, self._identity, some)):
+                if self._send(peer, self._question(peer, number, some)):
                     peer.asks[number] = some
-        for key in keys:
-            if key in self._wanted and not self._wanted[key].silent:
+        if not reachable:
+            for key in keys:
                 self._fail(key, "unreachable", "no peer can be reached")
 
-    def _send(self, peer: _Peer, question: Ask | Get) -> bool:
+    def _question(self, peer: _Peer, number: int, keys: list[Key]) -> Ask:
+        return Ask(number, self._identity, keys, peer.memory is not None)
+
+    def _send(self, peer: _Peer, question: Question) -> bool:
         """Whether there is a connection that takes it."""
         try:
             peer.socket.send(encode(question), zmq.NOBLOCK)
@@ -200,10 +251,13 @@ class Client:
         peer.heard = float("-inf")
         peer.queue.clear()
         peer.asks.clear()
+        peer.loans.clear()
         peer.num_bytes = 0
+        self._share(peer, None)
         for key, wanted in [*self._wanted.items()]:
+            was_asked = peer in wanted.silent
             wanted.silent.discard(peer)
-            if wanted.source is peer or (wanted.source is None and not wanted.silent):
+            if wanted.source is peer or (was_asked and not wanted.silent and not wanted.source):
                 self._fail(key, "unreachable", f"{peer.address} cannot be reached")
 
     def _receive(self, peer: _Peer, now: float) -> None:
@@ -224,23 +278,59 @@ class Client:
                 peer.brought = now
                 self._accept(peer, answer, frames[1].buffer)
         self._get(peer)
+        while peer.loans:
+            loans, peer.loans = peer.loans[:MOST_KEYS], peer.loans[MOST_KEYS:]
+            self._send(peer, Done(loans))
 
     def _hear(self, peer: _Peer, answer: Has) -> None:
+        if answer.arena is not None and answer.arena != peer.arena:
+            self._share(peer, answer.arena)
         keys = peer.asks.pop(answer.number, [])
-        if len(keys) != len(answer.held):
+        states = answer.states
+        if len(keys) != len(states):
             self._count("foreign")
-            answer = Has(answer.number, answer.is_kin, [False] * len(keys))
-        for key, is_held in zip(keys, answer.held, strict=True):
+            states = [State.ABSENT] * len(keys)
+        coming: list[Key] = []
+        for key, state in zip(keys, states, strict=True):
             wanted = self._wanted.get(key)
             if wanted is None or wanted.source is not None:
                 continue
             wanted.silent.discard(peer)
-            if is_held:
+            if state is State.HELD:
                 wanted.source = peer
                 peer.queue.append(key)
+            elif state is State.COMING:
+                wanted.source = peer
+                wanted.is_coming = True
+                coming.append(key)
             elif not wanted.silent:
-                reason = "missing" if answer.is_kin else "foreign"
-                self._fail(key, reason, "no peer has the block")
+                if answer.is_kin and key in self._early:
+                    self._again.append(key)
+                else:
+                    reason = "missing" if answer.is_kin else "foreign"
+                    self._fail(key, reason, "no peer has the block")
+        for start in range(0, len(coming), MOST_KEYS):
+            # They come as they are computed: no more of them than that are under way.
+            self._send(peer, self._getting(peer, coming[start : start + MOST_KEYS]))
+
+    def _share(self, peer: _Peer, arena: ArenaName | None) -> None:
+        """Opens a peer's arena, where that is possible."""
+        if peer.memory is not None:
+            peer.memory.close()
+        peer.arena = arena
+        peer.memory = None
+        if arena is None:
+            return
+        try:
+            peer.memory = SharedMemory(arena)
+        except (OSError, ValueError) as error:
+            logger.debug("kv_transfer: %s is reached over TCP: %s", peer.address, error)
+        else:
+            # The peer puts blocks there from now on.
+            self._send(peer, self._question(peer, 0, []))
+
+    def _getting(self, peer: _Peer, keys: list[Key]) -> Get:
+        return Get(next(self._numbers), self._identity, keys, peer.memory is not None)
 
     def _get(self, peer: _Peer) -> None:
         """Asks a peer for as many of its blocks as may be under way."""
@@ -250,24 +340,33 @@ class Client:
                 key = peer.queue.popleft()
                 if key in self._wanted:
                     keys.append(key)
+                    self._wanted[key].is_counted = True
                     peer.num_bytes += self._sizes[key[0]]
-            if keys and not self._send(peer, Get(next(self._numbers), self._identity, keys)):
+            if keys and not self._send(peer, self._getting(peer, keys)):
                 return
 
-    def _accept(self, peer: _Peer, block: Block, data: memoryview) -> None:
+    def _accept(self, peer: _Peer, block: Block, data: Data) -> None:
         key = (block.group, block.digest)
+        if block.loan:
+            peer.loans.append(block.loan)
         wanted = self._wanted.get(key)
         if wanted is None or wanted.source is not peer:
             self._count("foreign")
             return
-        peer.num_bytes -= self._sizes[block.group]
+        size = self._sizes[block.group]
+        if wanted.is_counted:
+            peer.num_bytes -= size
+        is_shared = block.place >= 0
+        if is_shared:
+            data = b"" if peer.memory is None else peer.memory.read(block.place, size)
         if not block.is_there:
             self._fail(key, "missing", f"{peer.address} has lost the block")
-        elif len(data) != self._sizes[block.group] or crc32(data) != block.checksum:
+        elif len(data) != size or crc32(data) != block.checksum:
             self._fail(key, "damaged", f"{peer.address} has sent a damaged block")
         else:
             self._counts.fetched_blocks += 1
-            self._counts.fetched_bytes += len(data)
+            self._counts.fetched_bytes += size
+            self._counts.shared_blocks += is_shared
             for future in self._wanted.pop(key).futures:
                 future.set_result(data)
 
@@ -279,16 +378,32 @@ class Client:
         for peer in self._peers:
             if now - peer.asked >= (_PING if now - peer.heard < _SILENCE else _TICK_MS / 1000):
                 peer.asked = now
-                self._send(peer, Ask(0, self._identity, []))
+                self._send(peer, self._question(peer, 0, []))
         self._counts.reachable_peers = sum(now - peer.heard < _SILENCE for peer in self._peers)
         for key, wanted in [*self._wanted.items()]:
-            last = wanted.since
-            if wanted.source is not None:
-                last = max(last, wanted.source.brought)
-            if now - last > self._timeout:
-                self._fail(key, "late", f"no block within {self._timeout} s")
+            if (seconds := self._waited(wanted, now)) is not None:
+                self._fail(key, "late", f"no block within {seconds} s")
                 if wanted.source is not None:
                     wanted.source.num_bytes = 0
+        with self._lock:
+            while self._early and next(iter(self._early.values())) <= now:
+                del self._early[next(iter(self._early))]
+        again, self._again = [key for key in self._again if key in self._wanted], []
+        if again:
+            self._ask(again, [peer for peer in self._peers if now - peer.heard < _SILENCE])
+
+    def _waited(self, wanted: _Wanted, now: float) -> float | None:
+        """The seconds after which a block is given up, if these are over."""
+        source = wanted.source
+        last = wanted.since
+        if source is not None:
+            last = max(last, source.brought)
+        if source is None or not wanted.is_coming:
+            return self._patience.timeout if now - last > self._patience.timeout else None
+        silence = max(self._patience.timeout, 2 * _PING)
+        if now - max(last, source.heard) > silence:
+            return silence
+        return self._patience.lease if now - last > self._patience.lease else None
 
     def _fail(self, key: Key, reason: str, text: str) -> None:
         self._count(reason)

@@ -36,7 +36,8 @@ class TransferParams(ProcessorParams):
         param(
             "Transfer of the prompt's KV blocks between engines. do_remote_decode: the answer has "
             "params by which a peer fetches them. do_remote_prefill, with these params: this "
-            "engine fetches them.",
+            "engine fetches them. do_remote_prefill with transfer_id alone: it fetches them while "
+            "a peer computes the same prompt.",
             max_items=32,
             flag=False,
         ),
@@ -102,12 +103,19 @@ class TransferRequests(RequestHalf):
                 "kv_transfer.peers=HOST:PORT.",
                 PARAMS,
             )
+        name = stated.get("transfer_id")
+        if name is not None and not (isinstance(name, str) and name):
+            raise RequestError(f"{PARAMS}: transfer_id must be a text.", PARAMS)
+        if name is not None and stated.get("remote_block_ids") is None:
+            return Asked(is_early=True)
         ids = _block_ids(stated.get("remote_block_ids"))
         host = stated.get("remote_host")
         port = stated.get("remote_port")
         if not isinstance(host, str) or type(port) is not int:
             raise RequestError(
-                f"{PARAMS}: remote_host must be a text, and remote_port a number.", PARAMS
+                f"{PARAMS}: remote_host must be a text, and remote_port a number. Where a peer "
+                "computes the prompt at the same time, transfer_id stands in their place.",
+                PARAMS,
             )
         if (host.lower(), port) not in self._peers:
             if not self._warned:

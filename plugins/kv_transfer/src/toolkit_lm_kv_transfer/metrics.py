@@ -19,6 +19,7 @@ _FAILURES = ("unreachable", "missing", "late", "damaged", "foreign")
 _COUNTERS = {
     "fetched_blocks": "KV blocks that were fetched of peers.",
     "fetched_bytes": "Bytes of KV blocks that were fetched of peers.",
+    "shared_blocks": "KV blocks that were read from memory which the peer shares.",
     "sent_blocks": "KV blocks that peers have fetched.",
     "sent_bytes": "Bytes of KV blocks that peers have fetched.",
     "expired_blocks": "KV blocks that no peer has fetched in time, or that had to make room.",

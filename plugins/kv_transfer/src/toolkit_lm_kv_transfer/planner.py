@@ -7,7 +7,7 @@ import json
 import logging
 import uuid
 from collections import deque
-from collections.abc import Sequence as Collection
+from collections.abc import Iterable, Sequence as Collection
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from toolkit_lm.scheduler import Planner, Request, Sequence
 from toolkit_lm.step import worker_method
 
 from toolkit_lm_kv_transfer.settings import first_port, parse
-from toolkit_lm_kv_transfer.share import ARRAY, PART, Asked, Counts, short
-from toolkit_lm_kv_transfer.tier import Content, TransferTier
+from toolkit_lm_kv_transfer.share import ARRAY, PART, Asked, Content, Counts, News, short
+from toolkit_lm_kv_transfer.tier import TransferTier
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class TransferPlanner(Planner):
         """Blocks that a request has not offered yet, by request."""
         self._fetches: dict[str, list[tuple[int, int]]] = {}
         """Blocks that a request has announced, by request."""
+        self._news = News()
+        """What the workers are told with the next step."""
         self._shown: deque[Content] = deque()
         """Blocks of ended requests that are on the device, and are offered from there."""
 
@@ -56,11 +58,13 @@ class TransferPlanner(Planner):
                 tier.count("foreign")
             if asked.offers:
                 self._begin_offer(request, tier)
-            if asked.fetches:
+            blocks = [(g, number) for g, numbers in enumerate(asked.fetches) for number in numbers]
+            if asked.is_early:
+                contents = self._contents(request.leader, self._length(request))
+                self._news.early += contents
+                blocks = [(group, short(digest)) for group, digest in contents]
+            if blocks:
                 tier.counts.fetching_requests += 1
-                blocks = [
-                    (g, number) for g, numbers in enumerate(asked.fetches) for number in numbers
-                ]
                 self._fetches[request.request_id] = blocks
                 tier.announce(blocks)
         return 0
@@ -74,11 +78,13 @@ class TransferPlanner(Planner):
             return
         if (contents := self._offers.pop(request_id, None)) is not None:
             tier.unwant(contents)
+            self._news.ended.append(request_id)
         if (blocks := self._fetches.pop(request_id, None)) is not None:
             tier.forget(blocks)
 
     def end_step(self) -> Raw | None:
-        """Shows the tier blocks that are on the device: each once in a step."""
+        """Shows the tier blocks that are on the device: each once in a step. Workers hear that a
+        request has ended after they have stored its blocks, which this plan brings, too."""
         seen = set()
         later: deque[Content] = deque()
         groups = self.engine.scheduler.blocks.groups
@@ -92,10 +98,23 @@ class TransferPlanner(Planner):
             if (block := pool.find(content)) is not None and pool.on_evicted is not None:
                 pool.on_evicted(content, block)
         self._shown = later
-        return None
+        if self._news == _NONE:
+            return None
+        news, self._news = self._news, News()
+        return Raw(msgpack.encode(news))
 
     def awaits(self) -> bool:
-        return bool(self._shown)
+        return bool(self._shown) or self._news != _NONE
+
+    def reset(self, plans: Iterable[StepPlan]) -> None:
+        """Workers may not have heard what these plans brought: they hear it again."""
+        lost = [msgpack.decode(plan.parts[PART], type=News) for plan in plans if PART in plan.parts]
+        news = [*lost, self._news]
+        self._news = News(
+            [each for some in news for each in some.begun],
+            [each for some in news for each in some.ended],
+            [each for some in news for each in some.early],
+        )
 
     @worker_method
     def counts(self) -> Counts:
@@ -106,12 +125,17 @@ class TransferPlanner(Planner):
     def _begin_offer(self, request: Request, tier: TransferTier) -> None:
         """Blocks of the prompt are offered as steps fill them."""
         leader = request.leader
-        border = self.engine.scheduler.blocks.border
-        contents = set(self._contents(leader, (request.num_prompt_tokens - 1) // border * border))
+        contents = set(self._contents(leader, self._length(request)))
         self._offers[request.request_id] = contents
+        self._news.begun.append((request.request_id, [*contents]))
         tier.counts.offered_requests += 1
         tier.want(contents)
         leader.arrays[ARRAY] = partial(_params, self, contents)
+
+    def _length(self, request: Request) -> int:
+        """Tokens of a prompt whose blocks can be another's prefix."""
+        border: int = self.engine.scheduler.blocks.border
+        return (request.num_prompt_tokens - 1) // border * border
 
     def _contents(self, seq: Sequence, num_tokens: int) -> list[Content]:
         """What a cached prefix of so many tokens needs."""
@@ -130,9 +154,9 @@ class TransferPlanner(Planner):
         tier = self._tier
         assert tier is not None, "without the tier nothing is offered"
         self._offers.pop(request.request_id, None)
+        self._news.ended.append(request.request_id)
         tier.unwant(lacking)
-        wanted = (request.num_prompt_tokens - 1) // blocks.border * blocks.border
-        expected = set(self._contents(seq, wanted))
+        expected = set(self._contents(seq, self._length(request)))
 
         def has_stored(group: int, digests: Collection[bytes]) -> int:
             flags = [(group, d) in expected and (group, d) not in lacking for d in digests]
@@ -157,6 +181,9 @@ class TransferPlanner(Planner):
             "remote_block_ids": ids,
             "tp_size": self._config.parallel.tensor_parallel_size,
         }
+
+
+_NONE = News()
 
 
 def _params(planner: TransferPlanner, lacking: set[Content], seq: Sequence) -> Array:

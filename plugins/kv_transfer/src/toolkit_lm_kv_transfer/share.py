@@ -15,6 +15,10 @@ SHORT_BITS = 48
 """Bits of a digest that `remote_block_ids` has: JSON's numbers are exact up to 53."""
 
 
+Content = tuple[int, bytes]
+"""KV group and digest of a block."""
+
+
 def short(digest: bytes) -> int:
     """The number of a block in `remote_block_ids`: the first bits of its digest."""
     return int.from_bytes(digest[: SHORT_BITS // 8], "big")
@@ -29,6 +33,19 @@ class Asked(Struct, frozen=True, array_like=True):
     """Numbers of the blocks that a peer has, per KV group."""
     is_foreign: bool = False
     """It names a peer that is none of this engine's, and computes itself."""
+    is_early: bool = False
+    """A peer computes the prompt at the same time: all of its blocks are fetched as they come."""
+
+
+class News(Struct, array_like=True):
+    """What the planner tells each rank's store."""
+
+    begun: list[tuple[str, list[Content]]] = []
+    """Requests that will offer blocks, and these."""
+    ended: list[str] = []
+    """Requests that will offer no more."""
+    early: list[Content] = []
+    """Blocks that a request is about to fetch, and that a peer may not know of yet."""
 
 
 class Counts(Struct):
@@ -58,6 +75,8 @@ class RankCounts(Struct):
     """Blocks that no peer has fetched in time, or that had to make room."""
     fetched_blocks: int = 0
     fetched_bytes: int = 0
+    shared_blocks: int = 0
+    """Fetched blocks that were read from memory which the peer shares."""
     failures: dict[str, int] = field(default_factory=dict)
     """Blocks that did not come, by reason: unreachable, missing, late, damaged, foreign."""
     reachable_peers: int = 0

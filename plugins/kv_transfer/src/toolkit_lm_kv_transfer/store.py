@@ -13,7 +13,7 @@ from toolkit_lm.messages import TierKey
 from toolkit_lm_kv_tiers.identity import identity_of
 from toolkit_lm_kv_tiers.limits import block_sizes, share_of_rank, why_off
 
-from toolkit_lm_kv_transfer.client import Client
+from toolkit_lm_kv_transfer.client import Client, Patience
 from toolkit_lm_kv_transfer.held import Held
 from toolkit_lm_kv_transfer.server import Server
 from toolkit_lm_kv_transfer.settings import (
@@ -23,7 +23,7 @@ from toolkit_lm_kv_transfer.settings import (
     peers_of,
     read_secret,
 )
-from toolkit_lm_kv_transfer.share import RankCounts
+from toolkit_lm_kv_transfer.share import News, RankCounts
 
 _STORES: weakref.WeakSet[TransferStore] = weakref.WeakSet()
 """All stores of this process."""
@@ -58,7 +58,8 @@ class TransferStore(KVTierStore):
         if peers:
             ranks = [peer.plus(self.rank) for peer in peers]
             sizes = block_sizes(kv_cache)
-            self._client = Client(ranks, secret, identity, sizes, options.timeout, self._counts)
+            patience = Patience(options.timeout, options.lease)
+            self._client = Client(ranks, secret, identity, sizes, patience, self._counts)
         _STORES.add(self)
 
     def store(self, group: int, key: TierKey, block: BlockBytes) -> None:
@@ -67,10 +68,23 @@ class TransferStore(KVTierStore):
             return
         now = time.monotonic()
         if not self._held.renew((group, key), now):
-            data = bytearray(block.num_bytes)
-            block.read_into(data)
-            self._held.put((group, key), data, now)
-        self._server.stored()
+            room = self._held.make_room(block.num_bytes)
+            if room is None:
+                return
+            try:
+                block.read_into(room.data)
+            except BaseException:
+                self._held.free(room)
+                raise
+            self._held.put((group, key), room, now)
+        self._server.stored((group, key))
+
+    def hear(self, news: News) -> None:
+        """Passes on what the planner tells."""
+        if self._server is not None and (news.begun or news.ended):
+            self._server.hear(news)
+        if self._client is not None and news.early:
+            self._client.expect(news.early)
 
     def load(self, group: int, key: TierKey) -> Future[Data]:
         assert isinstance(key, bytes), "blocks are loaded by digest"

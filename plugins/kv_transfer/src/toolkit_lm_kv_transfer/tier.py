@@ -14,12 +14,9 @@ from toolkit_lm.kv import KVCacheConfig, KVTier, Outcome
 from toolkit_lm_kv_tiers.limits import why_off
 
 from toolkit_lm_kv_transfer.settings import peers_of
-from toolkit_lm_kv_transfer.share import Counts, short
+from toolkit_lm_kv_transfer.share import Content, Counts, short
 
 logger = logging.getLogger(__name__)
-
-Content = tuple[int, bytes]
-"""KV group and digest of a block."""
 
 
 class TransferTier(KVTier):

@@ -1,12 +1,14 @@
 """Messages between peers: msgpack of declared types in ZeroMQ frames, encrypted and authenticated
 by CURVE. Needs no torch.
 
-A peer asks which of some blocks are there, then for those. The bytes of a block are a second frame.
+A peer asks which of some blocks are there or will be, then for those. Each is sent as soon as it is
+there: its bytes are a second frame, or lie in memory that both share.
 """
 
 from __future__ import annotations
 
 import hmac
+from enum import IntEnum
 from typing import Annotated, Any
 
 import zmq
@@ -27,6 +29,26 @@ Key = tuple[int, Digest]
 """KV group and digest of a block."""
 
 
+class State(IntEnum):
+    """Whether a server has a block."""
+
+    ABSENT = 0
+    HELD = 1
+    COMING = 2
+    """A request that computes it is waiting or running."""
+
+
+class ArenaName(Struct, frozen=True, array_like=True):
+    """Memory that processes of one machine can share: see `arena`."""
+
+    pid: Annotated[int, Meta(gt=0)]
+    """The process that has it open."""
+    file: Annotated[int, Meta(ge=0)]
+    """Number of the file in that process."""
+    token: Digest
+    """Its first bytes."""
+
+
 class Ask(Struct, frozen=True, array_like=True, tag=True):
     """Asks which blocks are there. Without keys: whether the peer is."""
 
@@ -34,14 +56,24 @@ class Ask(Struct, frozen=True, array_like=True, tag=True):
     identity: Digest
     """Identity of the asking engine's keys and values."""
     keys: Annotated[list[Key], Meta(max_length=MOST_KEYS)]
+    shares: bool = False
+    """The asking process has opened the arena."""
 
 
 class Get(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for blocks."""
+    """Asks for blocks that are held or coming."""
 
     number: int
     identity: Digest
     keys: Annotated[list[Key], Meta(max_length=MOST_KEYS)]
+    shares: bool = False
+    """The blocks may stay in the arena."""
+
+
+class Done(Struct, frozen=True, array_like=True, tag=True):
+    """Gives back places of the arena."""
+
+    loans: Annotated[list[int], Meta(max_length=MOST_KEYS)]
 
 
 class Has(Struct, frozen=True, array_like=True, tag=True):
@@ -50,8 +82,10 @@ class Has(Struct, frozen=True, array_like=True, tag=True):
     number: int
     is_kin: bool
     """The identities are the same."""
-    held: Annotated[list[bool], Meta(max_length=MOST_KEYS)]
-    """Whether each block is there, in the order of the keys."""
+    states: Annotated[list[State], Meta(max_length=MOST_KEYS)]
+    """State of each block, in the order of the keys."""
+    arena: ArenaName | None = None
+    """Memory that blocks may be read from."""
 
 
 class Block(Struct, frozen=True, array_like=True, tag=True):
@@ -62,9 +96,13 @@ class Block(Struct, frozen=True, array_like=True, tag=True):
     is_there: bool
     checksum: int
     """CRC-32 of the bytes."""
+    place: Annotated[int, Meta(ge=-1)] = -1
+    """Offset of the bytes in the arena, and the next frame is empty. -1: they are that frame."""
+    loan: int = 0
+    """Number by which the place is given back."""
 
 
-Question = Ask | Get
+Question = Ask | Get | Done
 Answer = Has | Block
 
 encode = msgpack.Encoder().encode
