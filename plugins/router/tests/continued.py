@@ -120,11 +120,12 @@ async def ask(
     fields: dict[str, Any],
     begun: set[int] | None = None,
     number: int = 0,
+    max_tokens: int = 300,
 ) -> dict[Any, Any]:
-    """What a stream of 300 tokens says. `begun` has its number from its first byte to its last."""
+    """What a stream says. `begun` has its number from its first byte to its last."""
     body = {
         **fields,
-        "max_tokens": 300,
+        "max_tokens": max_tokens,
         "stream": True,
         "ignore_eos": "response_format" not in fields,
         "stream_options": {"include_usage": True},

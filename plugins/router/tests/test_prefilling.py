@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import AsyncExitStack
 
@@ -11,6 +12,7 @@ from toolkit_lm_router.options import RouterOptions
 
 pytestmark = pytest.mark.anyio
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2**48 - 1]], "remote_host": "a"}
+PARAM_BYTES = b'"kv_transfer_params"'
 LONG = "a word " * 100
 
 
@@ -20,12 +22,12 @@ def bodies(stub) -> list[dict]:
 
 @pytest.fixture
 async def routed(make_routing, make_stub):
-    """A function: a router in front of a prefill stub and of one that answers."""
+    """A function: a router in front of a prefill stub and of one that answers. `owners`: whose
+    servers they are. Blocks can be fetched early if both are ours."""
     async with AsyncExitStack() as ending:
 
-        async def start(**options):
-            prefill = make_stub()
-            serving = make_stub()
+        async def start(owners=("toolkit-lm", "others"), **options):
+            prefill, serving = (make_stub(owner=owner) for owner in owners)
             await prefill.start()
             ending.push_async_callback(prefill.stop)
             prefill.json = {"kv_transfer_params": PARAMS}
@@ -95,10 +97,89 @@ async def test_a_prefill_that_fails_costs_nothing(routed, failure):
         assert backend.state == "down"
 
 
+OURS = ("toolkit-lm", "toolkit-lm")
+
+
+async def test_blocks_are_fetched_while_they_are_computed(routed):
+    """The backend that answers has the request before the prompt is computed, if both know how."""
+    router, prefill, serving = await routed(OURS)
+    prefill.gate.clear()
+    status, _ = await router.post(prompt=LONG, max_tokens=9)
+    assert status == 200
+    [first] = bodies(prefill)
+    [second] = bodies(serving)
+    name = first["kv_transfer_params"].pop("transfer_id")
+    assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert second["kv_transfer_params"] == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": name,
+    }
+    # The answer is there: nobody needs the prompt any more.
+    while not prefill.num_left or router.fleet.backends[prefill.url].load:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_transfer_has_a_name_of_its_own(routed):
+    router, prefill, _ = await routed(OURS)
+    for _ in range(2):
+        await router.post(prompt=LONG)
+    first, second = (body["kv_transfer_params"]["transfer_id"] for body in bodies(prefill))
+    assert first != second
+
+
+@pytest.mark.parametrize("owners", [("toolkit-lm", "others"), ("others", "toolkit-lm")])
+async def test_servers_of_others_fetch_afterwards(routed, owners):
+    router, _, serving = await routed(owners)
+    await router.post(prompt=LONG)
+    [second] = bodies(serving)
+    assert second["kv_transfer_params"] == PARAMS
+
+
+@pytest.mark.parametrize("failure", ["gone", "500", "503", "400", "no params", "no JSON"])
+async def test_nobody_waits_for_a_prefill_that_fails(routed, failure):
+    """A backend that waits for blocks gets the request anew, without them."""
+    router, prefill, serving = await routed(OURS, health_interval=30.0)
+    serving.gate.clear()
+    if failure == "gone":
+        await prefill.stop()
+    elif failure.isdecimal():
+        prefill.status = int(failure)
+    else:
+        prefill.json = {} if failure == "no params" else [1]
+    answer = asyncio.create_task(router.post(prompt=LONG, max_tokens=9))
+    while not serving.asked or PARAM_BYTES in serving.asked[-1][2]:
+        await asyncio.sleep(0.001)
+    serving.gate.set()
+    status, _ = await answer
+    assert status == 200
+    *early, last = bodies(serving)
+    assert last == {"prompt": LONG, "max_tokens": 9}
+    assert all("transfer_id" in body["kv_transfer_params"] for body in early)
+    while serving.num_left < len(early):
+        await asyncio.sleep(0.001)
+    assert router.fleet.backends[prefill.url].load == 0
+    assert router.fleet.backends[serving.url].load == 0
+
+
+async def test_a_client_that_leaves_ends_both(routed):
+    router, prefill, serving = await routed(OURS)
+    prefill.gate.clear()
+    serving.gate.clear()
+    asking = asyncio.create_task(router.post(prompt=LONG))
+    while not (prefill.asked and serving.asked):
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    while not (prefill.num_left and serving.num_left):
+        await asyncio.sleep(0.001)
+    while any(backend.load for backend in router.fleet.backends.values()):
+        await asyncio.sleep(0.001)
+
+
 async def test_blocks_are_fetched_once(routed, make_stub):
     """A backend that a request is sent to after a failure computes the prompt."""
     router, prefill, serving = await routed()
-    other = make_stub()
+    other = make_stub(owner="others")
     await other.start()
     serving.status = other.status = 503
     serving.headers = other.headers = {"Retry-After": "0"}

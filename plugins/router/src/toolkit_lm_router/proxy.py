@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Awaitable
 from typing import NamedTuple
 
 import aiohttp
 from fastapi import Request
-from msgspec import Raw
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from toolkit_lm_server.caller import Caller
@@ -25,7 +25,7 @@ from toolkit_lm_router.fairness import QueueFullError, Queues
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.options import RouterOptions
 from toolkit_lm_router.policy import Choice
-from toolkit_lm_router.prefilling import PARAMS, Prefills
+from toolkit_lm_router.prefilling import PARAMS, Prefill, Prefills
 from toolkit_lm_router.prefixes import Hasher
 from toolkit_lm_router.resuming import Stream
 from toolkit_lm_router.upstream import Upstream, retry_after
@@ -95,8 +95,8 @@ class _Job:
         self.body = asked.body
         self.fields: dict[str, object] = {}
         """Fields that the router adds to the body."""
-        self.transfer: Raw | None = None
-        """`kv_transfer_params` for the first backend that the request is sent to."""
+        self.prefill: Prefill | None = None
+        """The prompt, for the first backend that the request is sent to."""
         self.stream: Stream | None = None
         """The stream that can go on elsewhere."""
         self.failed: set[int] = set()
@@ -181,9 +181,13 @@ class Proxy:
         address = "" if request.client is None else request.client.host
         headers = request.scope["headers"]
         job.headers = self._upstream.headers(headers, caller, scheme, address)
-        job.transfer = await self._prefills.begin(asked, job.target, job.headers)
-        while not await self._attempt(job, answering):
-            pass
+        prefill = job.prefill = self._prefills.begin(asked, job.target, job.headers)
+        try:
+            while not await self._attempt(job, answering):
+                pass
+        finally:
+            if prefill is not None:
+                prefill.close()
 
     async def _attempt(self, job: _Job, answering: Answering) -> bool:
         """Sends a request to one backend. False: it is to be sent to another. Raises ApiError."""
@@ -242,13 +246,18 @@ class Proxy:
         """Sends a request, and passes its answer on. Raises BrokenError, before anything or where
         the stream breaks off."""
         self._prepare(job, backend)
-        body = job.body
-        if job.transfer is not None:
-            # Whoever fails has the blocks: another backend computes the prompt.
-            body = with_fields(body, {PARAMS: job.transfer})
-            job.transfer = None
+        # Whoever fails has the blocks: another backend computes the prompt.
+        prefill, job.prefill = job.prefill, None
+
+        def send(params: object) -> Awaitable[aiohttp.ClientResponse]:
+            body = job.body if params is None else with_fields(job.body, {PARAMS: params})
+            return self._upstream.send(backend, job.target, body, job.headers)
+
         try:
-            answer = await self._upstream.send(backend, job.target, body, job.headers)
+            if prefill is None:
+                answer = await send(None)
+            else:
+                answer = await prefill.send(send, is_ours=backend.is_ours)
         except aiohttp.ClientConnectorError as error:
             raise BrokenError(str(error), is_gone=True, was_sent=False) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
