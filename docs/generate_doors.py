@@ -29,6 +29,7 @@ TOPOLOGIES = {
     "KV transfer": "`--kv-transfer-listen`",
     "remote renderer": "`--renderer-url`, and `toolkit render`",
     "router": "`toolkit route`, and its backends",
+    "fronts": "`toolkit engine`, and `--plugin-option fronts.engine=...`",
 }
 
 
@@ -67,6 +68,14 @@ DOORS = (
     ),
     Door("router", "tcp", MACHINE, "127.0.0.1, or `--host`; `--port`", _KEY, ("router",)),
     Door("engine", "unix", NOBODY, "none", _GONE, _WITH_ENGINE),
+    Door(
+        "shared engine",
+        "unix",
+        USER,
+        "`--listen`; for each front another one, in a folder of the mode 0700",
+        "the socket's mode 0600; both ends check that the other one is of their user",
+        ("fronts",),
+    ),
     Door("rank", "unix", NOBODY, "none", _GONE, (*_WITH_RANKS, "Ray")),
     Door(
         "engine",

@@ -25,6 +25,7 @@ from processes import wait_until_gone
 DOCS = Path(__file__).parents[1] / "docs"
 KEY = "a secret of the two nodes"
 MOST_DOORS = 256
+ENGINE = ("tiny", "--dtype", "float32", "--device", "cpu")
 
 
 def generator():
@@ -40,6 +41,7 @@ PROCESSES = {
     "server": r"toolkit-lm serve|serve tiny",
     "render server": r"toolkit-lm render|render tiny",
     "router": r"toolkit-lm route|route --backend",
+    "shared engine": r"engine tiny .*--listen",
     "engine": r"toolkit-lm engine|engine\.process\.main",
     "rank": r"toolkit-lm worker \d|executor_mp\.worker import",
     "node": r"main\(\) worker --node-rank|ray::NodeActor",
@@ -201,6 +203,21 @@ def test_a_router(serve):
         check("router", of(server.process, router))
 
 
+@pytest.mark.slow
+def test_fronts(serve, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("f")
+    path = folder / "socket"
+    words = ("engine", *ENGINE, "--listen", str(path))
+    with beside(*words, TMPDIR=str(folder)) as engine:
+        wait_for(lambda: path.exists(), 60)
+        servers = [serve("--plugin-option", f"fronts.engine={path}") for _ in range(2)]
+        for server in servers:
+            answers(server)
+        check("fronts", of(engine, *(server.process for server in servers)))
+        # Others of the machine are kept out wherever the socket is.
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_ray(serve):
@@ -240,4 +257,4 @@ def test_the_page_has_the_table():
 
 
 def test_every_topology_has_a_test():
-    assert set(doors.TOPOLOGIES) == {*ALONE, "nodes", "Ray", "remote renderer", "router"}
+    assert set(doors.TOPOLOGIES) == {*ALONE, "nodes", "Ray", "remote renderer", "router", "fronts"}
