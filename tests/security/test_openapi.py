@@ -24,6 +24,12 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import events, from_schema
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_router.app import create_app as create_router_app
+from toolkit_lm_router.fleet import Fleet
+from toolkit_lm_router.metrics import RouterMetrics
+from toolkit_lm_router.options import RouterOptions
+from toolkit_lm_router.proxy import Proxy
+from toolkit_lm_router.upstream import Upstream
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.health import Readiness
 from toolkit_lm_server.metrics import Metrics
@@ -114,6 +120,11 @@ PHASES = ("examples", "coverage", "fuzzing")
 COPIES = 2
 """Routes that each value of a field is sent to, of those that have the field. At night: all. A
 field of other servers that has no effect here is sent to one."""
+OPERATOR = "ops"
+"""The key of a router's operators."""
+HEALTH = ("/health", "/ready", "/ping")
+"""Routes that answer 503 as soon as the router has no backend. Requests name those that the list of
+backends tells: operators remove all of them."""
 DECIDING = {"stream", "response_format", "encoding_format", "embed_dtype", "stream_format"}
 """Fields that decide the content type of an answer. They are sent to all routes."""
 
@@ -212,13 +223,14 @@ def findings(
     without: Sequence[str] = (),
     phases: Sequence[str] = PHASES,
 ) -> Findings:
-    """Findings of all operations that can succeed on the engine of that name. Requests follow the
-    app's `openapi_schema`."""
-    settings = {
+    """Findings of all operations that can succeed on the engine of that name, or of a router's.
+    Requests follow the app's `openapi_schema`."""
+    settings: dict[str, Any] = {
         "seed": 1,
         "continue-on-failure": True,
         "warnings": False,
         "request-timeout": 120,
+        "headers": {"Authorization": f"Bearer {OPERATOR}"} if name == "router" else {},
         "checks": {
             **{check: {"enabled": False} for check in CHECKS_OFF},
             "not_a_server_error": {"expected-statuses": EXPECTED},
@@ -231,6 +243,13 @@ def findings(
             "database": "none",
         },
         "phases": {phase: {"enabled": phase in phases} for phase in (*PHASES, "stateful")},
+        "operations": [
+            {
+                "include-path": path,
+                "checks": {"not_a_server_error": {"expected-statuses": [*EXPECTED, "503"]}},
+            }
+            for path in (HEALTH if name == "router" else ())
+        ],
     }
     schema = schemathesis.openapi.from_asgi(
         "/openapi.json", app, config=SchemathesisConfig.from_dict(settings)
@@ -239,7 +258,7 @@ def findings(
         schema = schema.exclude(path=[*EMBEDS, *CLASSIFIES, *HALTS])
     elif name == "render":
         schema = schema.include(path=list(RENDERS))
-    else:
+    elif name != "router":
         schema = schema.include(path=list(EMBEDS if name == "embed" else CLASSIFIES))
     schema = schema.exclude(path=list(without)) if without else schema
     found = Findings()
@@ -338,3 +357,26 @@ def test_many_answers_are_as_described(engine_of, name):
     app = app_of(engine_of(name))
     app.openapi_schema = strict(app.openapi())
     check(findings(app, name, max_examples=500))
+
+
+def router_app(*urls: str) -> FastAPI:
+    """The routes of a router with these backends, all of them ready."""
+    options = RouterOptions(backend=list(urls), admin_key=OPERATOR)
+    fleet = Fleet(options)
+    for backend in fleet.backends.values():
+        card = {"id": "m", "object": "model", "created": 1, "owned_by": "toolkit-lm"}
+        fleet.set_models(backend, [card], 1)
+        fleet.set_state(backend, "ready")
+    proxy = Proxy(options, fleet, Upstream(options), None)
+    app = create_router_app(options, fleet, proxy, RouterMetrics(fleet, lambda: 0))
+    app.openapi_schema = strict(app.openapi())
+    return app
+
+
+def test_a_routers_answers_are_as_described():
+    """The first is that of the examples."""
+    check(findings(router_app("http://10.0.0.2:8000", "http://10.0.0.3:8000"), "router", 20))
+
+
+def test_answers_without_a_backend_are_as_described():
+    assert findings(router_app(), "router", 5).wrong == []
