@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_router.options import RouterOptions, check_url
+from toolkit_lm_router.routing import Routing
 
 pytestmark = pytest.mark.anyio
 
@@ -327,7 +329,8 @@ async def test_requests_wait_for_room_and_clients_take_turns(make_routing, make_
         [refused], rest = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         status, body = refused.result()
         assert (status, json.loads(body)["error"]["code"]) == (503, "server_busy")
-        assert len(backend.asked) == 2
+        while len(backend.asked) < 2:
+            await asyncio.sleep(0.01)
         _, figures = await routed.get("/metrics")
         assert b"toolkit_lm_router_waiting 3.0" in figures
         backend.gate.set()
@@ -365,6 +368,28 @@ async def test_paths(make_routing, make_stub):
         # Nobody may without a key of operators.
         assert (await routed.get("/router/backends"))[0] == 404
     assert backend.asked == []
+
+
+async def test_a_host_serves_the_app_below_a_path(make_stub):
+    """Backends know nothing of that path."""
+    backend = make_stub()
+    await backend.start()
+    try:
+        async with Routing(RouterOptions(backend=[backend.url])) as routing:
+            await routing.watch.check(routing.fleet.backends[backend.url])
+            transport = httpx.ASGITransport(routing.app, root_path="/llm")
+            async with httpx.AsyncClient(transport=transport, base_url="http://host/llm") as client:
+                body = {"prompt": "p", "stream": True}
+                for path in ("/v1/completions", "/v1/embeddings?a=1"):
+                    assert (await client.post(path, json=body)).status_code == 200
+                wrong = await client.post("/v1/completion", json=body)
+                assert wrong.status_code == 404
+                assert "/v1/completions" in wrong.json()["error"]["message"]
+    finally:
+        await backend.stop()
+    assert [path for path, _, _ in backend.asked] == ["/v1/completions", "/v1/embeddings?a=1"]
+    # It is a stream that can go on elsewhere.
+    assert b'"seed"' in backend.asked[0][2]
 
 
 async def test_operators_list_add_drain_and_remove(make_routing, make_stub):

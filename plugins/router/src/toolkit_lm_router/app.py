@@ -24,7 +24,7 @@ from toolkit_lm_router.clients import may_use
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.metrics import RouterMetrics
 from toolkit_lm_router.options import RouterOptions, check_url
-from toolkit_lm_router.proxy import PATHS, Proxy
+from toolkit_lm_router.proxy import PATHS, Proxy, path_of
 from toolkit_lm_router.schemas import (
     BackendBody,
     BackendInfo,
@@ -215,20 +215,17 @@ class Routed:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_routed = scope["type"] == "http" and scope["method"] == "POST" and _path(scope) in PATHS
+        is_routed = (
+            scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in PATHS
+        )
         await (self._proxy if is_routed else self._app)(scope, receive, send)
-
-
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers where there is no route."""
     if scope["type"] != "http":
         return
-    response = _no_route(_path(scope), scope["method"]).response()
+    response = _no_route(path_of(scope), scope["method"]).response()
     response.headers["x-request-id"] = caller_of(Request(scope)).request_id
     await response(scope, receive, send)
 

@@ -77,6 +77,12 @@ _TRY_AGAIN = {502, 503}
 _MOST_QUERY = 8_192
 
 
+def path_of(scope: Scope) -> str:
+    """The path of a request, without the one that the router is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class _Place(NamedTuple):
     """A backend that has room for a request, and has counted it."""
 
@@ -126,12 +132,14 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         caller = caller_of(request)
-        answering = Answering(send, scope["path"], caller.request_id)
+        path = path_of(scope)
+        answering = Answering(send, path, caller.request_id)
         try:
             with self._bodies.hold() as reserve:
                 self._admit(request, caller)
                 body = await read_body(request, self._most, reserve)
-                await unless_disconnected(receive, self._serve(request, caller, body, answering))
+                work = self._serve(request, path, caller, body, answering)
+                await unless_disconnected(receive, work)
         except ClientDisconnect:
             return
         except Exception as error:
@@ -161,9 +169,8 @@ class Proxy:
             account.begin()
 
     async def _serve(
-        self, request: Request, caller: Caller, body: bytes, answering: Answering
+        self, request: Request, path: str, caller: Caller, body: bytes, answering: Answering
     ) -> None:
-        path = request.url.path
         asked = read(path, body, request.headers, self._hasher)
         if asked.needs_state:
             raise ApiError(
