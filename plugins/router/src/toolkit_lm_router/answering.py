@@ -77,25 +77,25 @@ class Answering:
                 "another backend would give another answer, which the stream cannot go on with",
                 is_final=True,
             ) from error
-        await self._body(b"", more=False)
 
     async def _pass_bytes(self, answer: aiohttp.ClientResponse) -> None:
         length = answer.content_length
         if length is not None and length <= _WHOLE:
             body = await answer.read()
             await self._begin(answer, len(body))
-            await self._body(body)
+            await self._body(body, more=False)
             return
         async for part in answer.content.iter_any():
             await self._begin(answer, length)
             await self._body(part)
         await self._begin(answer, length)
+        await self._body(b"", more=False)
 
     async def _pass_events(self, answer: aiohttp.ClientResponse, stream: Stream | None) -> None:
         """Passes on whole events only, so that another backend, or an error, can follow them."""
         if answer.status != 200:
             stream = None
-        held = b""
+        held = last = b""
         async for part in answer.content.iter_any():
             held += part
             end = max(_end(held, mark) for mark in self._separators)
@@ -106,22 +106,18 @@ class Answering:
             whole = held[:end]
             held = held[end:]
             await self._begin(answer, None)
-            if stream is None:
-                await self._body(whole)
-                continue
-            events: list[bytes] = []
-            try:
-                for event in stream.pass_on(whole):
-                    events.append(event)  # noqa: PERF402 # it may raise after some
-            finally:
-                # Events before an engine's end are sent, too. Each part is a call of the system.
-                if events:
-                    await self._body(b"".join(events))
+            made, error = (whole, None) if stream is None else _passed(stream, whole)
+            if answer.content.at_eof() and (stream is None or stream.is_done) and error is None:
+                # The answer's end goes along with it.
+                last = made
+            elif made:
+                await self._body(made)
+            if error is not None:
+                raise error
         if stream is not None and not stream.is_done:
             raise BrokenError("the stream ended without its last event")
         await self._begin(answer, None)
-        if held:
-            await self._body(held)
+        await self._body(last + held, more=False)
 
     async def _begin(self, answer: aiohttp.ClientResponse, length: int | None) -> None:
         if self.has_begun:
@@ -157,6 +153,17 @@ class Answering:
             named = {"type": "error", **body}
             return b"event: error\ndata: %b\n\n" % _encode(named)
         return b"data: %b\n\ndata: [DONE]\n\n" % _encode(body)
+
+
+def _passed(stream: Stream, whole: bytes) -> tuple[bytes, Exception | None]:
+    """The bytes that the client gets of some events, and the error that comes after them."""
+    events: list[bytes] = []
+    try:
+        for event in stream.pass_on(whole):
+            events.append(event)  # noqa: PERF402 # it may raise after some
+    except (DiedError, DivergedError) as error:
+        return b"".join(events), error
+    return b"".join(events), None
 
 
 def _end(held: bytes, mark: bytes) -> int:

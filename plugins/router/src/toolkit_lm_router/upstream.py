@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,23 +25,32 @@ _LARGE = 2**20
 _EACH = 10
 """Checks of health for one look at a backend's models."""
 _HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
 }
 """Headers of one connection (RFC 9110, 7.6.1)."""
-_NOT_PASSED = {*_HOP, "host", "content-length", "expect", "x-request-id", "accept-encoding"}
-_KEYS = {"authorization", "x-api-key"}
-_FORWARDED = {"x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "forwarded"}
-_NOT_ANSWERED = {*_HOP, "content-length", "date", "server", "x-request-id"}
+_FORWARDED = {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
+_NOT_PASSED = {
+    *_HOP,
+    *_FORWARDED,
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-request-id",
+    b"accept-encoding",
+}
+_KEYS = {b"authorization", b"x-api-key"}
+_NOT_ANSWERED = {*_HOP, b"content-length", b"date", b"server", b"x-request-id"}
 
 Headers = Sequence[tuple[bytes, bytes]]
+"""Names, in lower case, and values."""
 
 
 class _Model(Struct):
@@ -58,6 +67,7 @@ class Upstream:
 
     def __init__(self, options: RouterOptions) -> None:
         self._key = options.backend_key
+        self._not_passed = _NOT_PASSED | (_KEYS if self._key is not None else set())
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=options.connect_timeout, sock_read=options.read_timeout
         )
@@ -104,16 +114,21 @@ class Upstream:
         self, received: Headers, caller: Caller, scheme: str, address: str
     ) -> list[tuple[str, str]]:
         """The headers of a client's request, as a backend gets them."""
-        passed = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in received]
-        named = _named(passed)
-        dropped = _NOT_PASSED | _FORWARDED | named | (_KEYS if self._key is not None else set())
-        made = [(name, value) for name, value in passed if name not in dropped]
+        dropped = self._not_passed | _named(received)
+        made: list[tuple[str, str]] = []
+        before: list[str] = []
+        host = ""
+        for name, value in received:
+            if name not in dropped:
+                made.append((name.decode("latin-1"), value.decode("latin-1")))
+            elif name == b"x-forwarded-for":
+                before.append(value.decode("latin-1"))
+            elif name == b"host" and not host:
+                host = value.decode("latin-1")
         if self._key is not None:
             made.append(("Authorization", f"Bearer {self._key}"))
-        before = [value for name, value in passed if name == "x-forwarded-for"]
         if address:
             made.append(("X-Forwarded-For", ", ".join([*before, address])))
-        host = next((value for name, value in passed if name == "host"), "")
         if host:
             made.append(("X-Forwarded-Host", host))
         return [*made, ("X-Forwarded-Proto", scheme), ("X-Request-ID", caller.request_id)]
@@ -122,21 +137,20 @@ class Upstream:
 def answer_headers(answer: aiohttp.ClientResponse, request_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of a backend's answer, as a client gets them."""
     raw = [(name.lower(), value) for name, value in answer.raw_headers]
-    named = _named([(n.decode("latin-1"), v.decode("latin-1")) for n, v in raw])
-    dropped = {name.encode("latin-1") for name in _NOT_ANSWERED | named}
+    dropped = _NOT_ANSWERED | _named(raw)
     return [
         *((name, value) for name, value in raw if name not in dropped),
         (b"x-request-id", request_id.encode("latin-1")),
     ]
 
 
-def _named(headers: Iterable[tuple[str, str]]) -> set[str]:
+def _named(headers: Headers) -> set[bytes]:
     """Headers that the header Connection names: they are of one connection, too."""
     return {
         word.strip().lower()
         for name, value in headers
-        if name == "connection"
-        for word in value.split(",")
+        if name == b"connection"
+        for word in value.split(b",")
     }
 
 
