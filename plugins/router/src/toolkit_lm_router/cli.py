@@ -10,8 +10,10 @@ import socket
 import ssl
 import time
 
+import uvloop
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_commands import engine_command
+from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.lifecycle import InFlight, logged
 from toolkit_lm_server.limits.connections import HttpServer
@@ -54,7 +56,9 @@ def route(options: RouterOptions) -> None:
     with listen(server) as listener:
         set_title("toolkit-lm route")
         with logging_in_threads("", ACCESS):
-            asyncio.run(Running(options, listener, context).run())
+            running = Running(options, listener, context)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(running.run())
 
 
 class Running:
@@ -70,6 +74,8 @@ class Running:
         self._listener = listener
         self._context = context
         self._is_stopped = False
+        self._garbage: Garbage | None = None
+        """The collector of the process, where that is the router's own."""
         self._routing = Routing(options)
         self.fleet = self._routing.fleet
 
@@ -78,6 +84,7 @@ class Running:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled, number)
+        self._garbage = Garbage()
         await self.serve()
 
     async def serve(self) -> None:
@@ -95,6 +102,8 @@ class Running:
                 announce(f"Routing to {len(self.fleet.backends)} backends at {url}", server)
                 while not self._is_stopped and not serving.done():
                     await reloading.tend("")
+                    if self._garbage is not None:
+                        self._garbage.tend(is_idle=not in_flight.count)
                     await asyncio.sleep(_POLL)
                 routing.proxy.is_draining = True
                 deadline = time.monotonic() + options.shutdown_timeout
