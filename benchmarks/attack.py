@@ -2,6 +2,7 @@
 server's memory, and leftovers.
 
 usage: python benchmarks/attack.py [--seconds 20] [--model tiny] [--attackers 8]
+                  [--serve="--step-time-target 0.005"] [--kinds "long answers" beams]
 
 Attackers, from an address of their own, send what is as costly as the server takes, one kind after
 the other, as fast as they get answers, or open connections and send nothing. An honest client sends
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -29,8 +31,11 @@ from server_process import ServerProcess
 class Attack:
     """One server under each attack in turn."""
 
-    def __init__(self, server: ServerProcess, num_attackers: int, seconds: float) -> None:
+    def __init__(
+        self, server: ServerProcess, num_attackers: int, seconds: float, kinds: list[str]
+    ) -> None:
         self.server = server
+        self.kinds = kinds
         self.num_attackers = num_attackers
         self.seconds = seconds
         self.violations: list[str] = []
@@ -43,7 +48,7 @@ class Attack:
         self.alone = await ask_small(port, self.seconds, self.expected)
         self.first = self._resident()
         self.show("nobody", self.alone, [self.first])
-        for name in BODIES:
+        for name in self.kinds:
             async with attacking(port, 0, self.num_attackers, [name]) as outcomes:
                 watched = await self._watched()
             self.show(name, *watched, outcomes[name])
@@ -114,12 +119,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20, help="of each attack")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--attackers", type=int, default=8)
+    parser.add_argument("--serve", default="", help="options of the server")
+    parser.add_argument("--kinds", nargs="+", default=[*BODIES], choices=[*BODIES])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(Path(folder), args.model, "--dtype=float32")
+        options = shlex.split(args.serve)
+        server = ServerProcess(Path(folder), args.model, "--dtype=float32", *options)
         try:
             asyncio.run(server.wait_ready())
-            attack = Attack(server, args.attackers, args.seconds)
+            attack = Attack(server, args.attackers, args.seconds, args.kinds)
             asyncio.run(attack.run())
         finally:
             code = server.stop()

@@ -1,6 +1,6 @@
 """Measures a decode step outside the model: the plan, its inputs, the draw, results and text.
 
-usage: python benchmarks/step_loop.py [--model tiny] [--rows 1,8,32] [--steps 300] [--temperature 0]
+usage: python benchmarks/step_loop.py [--model tiny] [--rows 1,8,32] [--steps 200] [--temperature 0]
 [--dtype bfloat16]
 
 An engine in this process decodes. A line has medians in milliseconds: of a step, of what the model
@@ -89,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", default="1,8,32")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
