@@ -77,6 +77,8 @@ class Cases:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self._memory = Memory()
+        self._held: list[object] = []
+        """What kernels point to."""
         self._types = [
             (number, isa, dtype, pair)
             for number, (isa, dtype, pair) in enumerate(kernels.KERNELS)
@@ -99,6 +101,9 @@ class Cases:
     def _of_type(self, number: int, dtype: str, pair: int) -> Iterator[Case]:
         for rows in ROWS:
             yield f"product of {rows} rows", self._product(number, dtype, rows)
+        for rows, adapters in ((1, 1), (32, 1), (32, 16)):
+            name = f"product of {rows} rows, {adapters} adapters"
+            yield name, self._adapted(number, dtype, rows, adapters)
         yield "packing", self._pack(number, dtype)
         yield "greedy token of a product, 8 rows", self._likeliest_output(number, dtype)
         yield "greedy token", self._likeliest(number, dtype)
@@ -131,26 +136,49 @@ class Cases:
             "rows": rows,
         }
 
-    def _packing(self, dtype: str) -> dict[str, int]:
+    def _packing(self, dtype: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> dict[str, int]:
         return {
-            "weight": self._memory.floats(dtype, OUTPUTS * INPUTS),
-            "to": self._memory.empty(OUTPUTS * INPUTS * SIZES[dtype]),
-            "outputs": OUTPUTS,
-            "inputs": INPUTS,
+            "weight": self._memory.floats(dtype, outputs * inputs),
+            "to": self._memory.empty(outputs * inputs * SIZES[dtype]),
+            "outputs": outputs,
+            "inputs": inputs,
         }
 
     def _pack(self, number: int, dtype: str) -> Callable[[], object]:
         arguments = self._packing(dtype)
         return partial(self._kernels.pack, number, **arguments)
 
-    def _packed(self, number: int, dtype: str) -> int:
-        arguments = self._packing(dtype)
+    def _packed(self, number: int, dtype: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> int:
+        arguments = self._packing(dtype, outputs, inputs)
         self._kernels.pack(number, **arguments)
         return arguments["to"]
 
     def _product(self, number: int, dtype: str, rows: int) -> Callable[[], object]:
         arguments = self._linear(dtype, rows, self._packed(number, dtype))
         return partial(self._kernels.linear, number, None, None, **arguments)
+
+    def _adapted(self, number: int, dtype: str, rows: int, adapters: int) -> Callable[[], object]:
+        """Rows have adapters by turns, of rank 16."""
+        kernels = self._kernels
+        rank = 16
+        part = 0, 0, 0, 0, 0
+        described = []
+        groups = []
+        for adapter in range(adapters):
+            low = self._packed(number, dtype, rank, INPUTS)
+            high = self._packed(number, dtype, OUTPUTS, rank), 0, OUTPUTS // 16, 0, rank
+            described.append(kernels.low_rank((number, low, INPUTS, rank, high, part, part)))
+            mine = list(range(adapter, rows, adapters))
+            groups.append((self._memory.integers("q", mine), len(mine), 0.5))
+        self._held.append(described)
+        arguments = self._linear(dtype, rows, self._packed(number, dtype))
+        return partial(
+            kernels.linear,
+            number,
+            kernels.row_groups(tuple(groups), rank),
+            kernels.low_ranks(tuple(described), None),
+            **arguments,
+        )
 
     def _likeliest_output(self, number: int, dtype: str) -> Callable[[], object]:
         arguments = self._linear(dtype, 8, self._packed(number, dtype)) | {"out": 0}

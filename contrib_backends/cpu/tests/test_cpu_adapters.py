@@ -17,7 +17,7 @@ from toolkit_lm.model import (
     Shard,
 )
 from toolkit_lm_cpu.layers import CpuKernels
-from toolkit_lm_cpu.library import refusal
+from toolkit_lm_cpu.library import _kernels, refusal
 from torch import nn
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
@@ -49,12 +49,27 @@ def made(dtype: torch.dtype, kernels: CpuKernels, *, quantized: bool = False) ->
         scales = torch.rand(len(weight), 1) * 0.1 + 0.05
         given = QuantizedWeight(codes=(codes + 128).to(torch.uint8), scales=scales, bits=8)
         return kernels.quantized_method(spec, given), codes * scales
+    return filled(kernels, spec, weight), weight
+
+
+def filled(kernels: CpuKernels, spec: LinearSpec, weight: Any) -> Any:
     layer = nn.Module()
     method = kernels.linear_method(spec)
     method.create(layer, spec)
     layer.weight.data.copy_(weight)
     method.process(layer)
-    return method, weight
+    return method
+
+
+def plain_method(kernels: CpuKernels, dtype: torch.dtype, outputs: int, inputs: int) -> Any:
+    spec = LinearSpec(
+        kind="linear",
+        prefix="plain",
+        inputs=Shard.whole(inputs),
+        outputs=(Shard.whole(outputs),),
+        dtype=dtype,
+    )
+    return filled(kernels, spec, torch.randn(outputs, inputs) * 0.1)
 
 
 def pair_of(rank: int, seed: int, *, whole: bool = True) -> list[tuple[int, Any, Any]]:
@@ -120,6 +135,69 @@ def test_rows_get_their_own_adapters_whatever_others_have(dtype, quantized) -> N
         assert error <= 2 * DTYPES[dtype] * delta(one, number).abs().max()
     low_rank.set([], len(KINDS))
     assert torch.equal(method.apply(x, None), plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 33, 150])
+def test_many_adapters_of_products_one_after_the_other(isa, dtype, rows) -> None:
+    """Sums of quarters, A that is fetched for the next product, several blocks of rows."""
+    kernels = CpuKernels()
+    type_ = getattr(torch, dtype)
+    if type_ not in kernels._types:
+        pytest.skip("this processor lacks it")
+    inputs = 512
+    torch.manual_seed(0)
+    methods = [plain_method(kernels, type_, size, inputs) for size in (inputs, 200)]
+    low_rank = kernels.low_rank()
+    assert low_rank is not None
+    parts = [
+        [
+            (torch.randn(16, inputs) * 0.1, torch.randn(method.outputs, 16) * 0.3)
+            for method in methods
+        ]
+        for _ in range(16)
+    ]
+    packed = [
+        {
+            method: low_rank.pack(method, [(0, low, high)])
+            for method, (low, high) in zip(methods, pairs, strict=True)
+        }
+        for pairs in parts
+    ]
+    x = torch.randn(rows, inputs).to(type_)
+    kinds = np.arange(rows) % 17
+
+    def results(some: Any, kinds: Any) -> list[Any]:
+        groups = [
+            AdaptedRows(packed[kind], 0.5, np.flatnonzero(kinds == kind))
+            for kind in sorted({*kinds} - {16})
+        ]
+        low_rank.set(groups, len(kinds))
+        return [method.apply(some, None) for method in methods]
+
+    found = results(x, kinds)
+    for row in {0, 1, rows // 2, rows - 1}:
+        alone = results(x[row : row + 1], kinds[row : row + 1])
+        for mine, of_all in zip(alone, found, strict=True):
+            assert torch.equal(mine[0], of_all[row])
+    low_rank.set([], rows)
+    for number, method in enumerate(methods):
+        plain = method.apply(x, None).double()
+        for row, kind in enumerate(kinds):
+            if kind < 16:
+                low, high = parts[kind][number]
+                plain[row] += 0.5 * high.double() @ (low.double() @ x[row].double())
+        error = (found[number].double() - plain).abs().max()
+        assert error <= 2 * DTYPES[dtype] * plain.abs().max()
+
+
+def test_adapters_of_the_next_product_have_the_same_groups() -> None:
+    following = _kernels.low_ranks((None, None), None)
+    assert _kernels.low_ranks((None, None), following) is not None
+    with pytest.raises(ValueError, match="adapters of 1 groups of rows, and 2 follow"):
+        _kernels.low_ranks((None,), following)
+    with pytest.raises(ValueError, match="incorrect name"):
+        _kernels.low_ranks((None,), _kernels.row_groups((), 16))
 
 
 @pytest.mark.parametrize("epilogue", [NO_EPILOGUE, Epilogue("silu"), Epilogue("relu2")], ids=str)

@@ -80,7 +80,7 @@ class CpuLowRank(LowRank):
     def product(self, pair: Pair, x: Tensor) -> Tensor:
         step = StepRows()
         step.put([(torch.arange(len(x)).numpy(), 1.0)], pair.rank, len(x))
-        added = Added(step, _kernels.low_ranks((pair.described,)), (pair,))
+        added = Added(step, _kernels.low_ranks((pair.described,), None), (pair,))
         return linear(pair.type, x, None, pair.outputs, None, 0, False, None, added)
 
     def set(self, groups: Sequence[AdaptedRows], num_rows: int) -> None:
@@ -95,14 +95,16 @@ class CpuLowRank(LowRank):
 
     def _point(self, of: list[Mapping[LinearMethod, Pair]]) -> None:
         """Tells each method its pairs, by group."""
-        methods: set[Any] = {method for pairs in of for method in pairs}
-        for method in self._methods - methods:
+        methods: dict[Any, None] = dict.fromkeys(method for pairs in of for method in pairs)
+        for method in self._methods - methods.keys():
             method.added = None
-        for method in methods:
+        following: object = None
+        for method in reversed(methods):
             pairs = tuple(those.get(method) for those in of)
             described = tuple(None if pair is None else pair.described for pair in pairs)
-            method.added = Added(self._step, _kernels.low_ranks(described), pairs)
-        self._methods = methods
+            following = _kernels.low_ranks(described, following)
+            method.added = Added(self._step, following, pairs)
+        self._methods = set(methods)
         self._of = of
         self._rank = max((pair.rank for pairs in of for pair in pairs.values()), default=0)
 

@@ -41,13 +41,13 @@ class Kind:
         """The other layers that they change."""
         self.pairs = [
             {
-                methods[prefix]: change.pair
-                for prefix, change in adapter.changes.items()
-                if prefix in self.paired
+                method: adapter.changes[prefix].pair
+                for prefix, method in methods.items()
+                if prefix in self.paired and prefix in adapter.changes
             }
             for adapter in adapters
         ]
-        """By adapter."""
+        """By adapter, in the model's order."""
 
 
 class StepGroup:

@@ -5,7 +5,12 @@ static void *pointer_of(PyObject *capsule, const char *name) {
 }
 
 static void free_low_rank(PyObject *capsule) { free(pointer_of(capsule, "low_rank")); }
-static void free_low_ranks(PyObject *capsule) { free(pointer_of(capsule, "low_ranks")); }
+
+/* The context is the capsule that `next` points into. */
+static void free_low_ranks(PyObject *capsule) {
+    free(pointer_of(capsule, "low_ranks"));
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
+}
 
 static void free_row_groups(PyObject *capsule) {
     RowGroups *groups = pointer_of(capsule, "row_groups");
@@ -24,13 +29,20 @@ static PyObject *low_rank(PyObject *self, PyObject *given) {
     return PyCapsule_New(a, "low_rank", free_low_rank);
 }
 
-static PyObject *low_ranks(PyObject *self, PyObject *given) {
-    const Py_ssize_t count = PyTuple_Check(given) ? PyTuple_Size(given) : -1;
+static PyObject *low_ranks(PyObject *self, PyObject *args) {
+    PyObject *given, *next;
+    const LowRanks *following = NULL;
     (void)self;
-    if (count < 0) return PyErr_Format(PyExc_TypeError, "a tuple is needed");
+    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &given, &next)) return NULL;
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (next != Py_None && (following = pointer_of(next, "low_ranks")) == NULL) return NULL;
+    if (following != NULL && following->count != count)
+        return PyErr_Format(PyExc_ValueError, "adapters of %ld groups of rows, and %ld follow",
+                            (long)count, following->count);
     LowRanks *all = calloc(1, sizeof *all + (size_t)count * sizeof *all->of);
     if (all == NULL) return PyErr_NoMemory();
     all->count = count;
+    all->next = following;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *one = PyTuple_GetItem(given, i);
         if (one == Py_None) continue;
@@ -39,7 +51,12 @@ static PyObject *low_ranks(PyObject *self, PyObject *given) {
             return NULL;
         }
     }
-    return PyCapsule_New(all, "low_ranks", free_low_ranks);
+    PyObject *capsule = PyCapsule_New(all, "low_ranks", free_low_ranks);
+    if (capsule == NULL)
+        free(all);
+    else if (following != NULL)
+        PyCapsule_SetContext(capsule, Py_NewRef(next));
+    return capsule;
 }
 
 static PyObject *row_groups(PyObject *self, PyObject *args) {
@@ -126,18 +143,24 @@ static int read_layer_adapters(PyObject *given, LayerStep *s) {
     return 1;
 }
 
-/* A product; A x of its adapters first. */
+/* A product; A x of its adapters in the same job. */
 static void share_out_product(Linear *l, int type) {
-    long items = 0, work = 0;
-    int low = 0;
-    for (long g = 0; l->groups != NULL && g < l->groups->count; g++) {
-        const LowRank *a = l->low_ranks->of[g];
-        if (a == NULL) continue;
-        items += low_items(l, g);
-        work += l->groups->of[g].count * a->rank * l->inputs;
-        low = a->type;
+    int low = -1;
+    for (long g = 0; l->groups != NULL && g < l->groups->count; g++)
+        if (l->low_ranks->of[g] != NULL && l->groups->of[g].count) low = l->low_ranks->of[g]->type;
+    if (low < 0) {
+        l->groups = NULL;
+        share_out_linear(l, linear_types[type]);
+        return;
     }
-    if (items == 0) l->groups = NULL;
-    if (items) share_out_if(work > 2 * FEW, items, low_types[low], l);
-    share_out_linear(l, linear_types[type]);
+    cut_linear(l);
+    l->multiply_low = low_types[low];
+    l->multiply = linear_types[type];
+    /* Of few items each has one panel, so that all threads have some. */
+    l->low_width = PANELS;
+    if (count_lows(l) < 4 * atomic_load(&team.threads) && atomic_load(&team.threads) > 1)
+        l->low_width = 1;
+    l->lows = count_lows(l);
+    share_out_if(l->rows * l->inputs * l->outputs > FEW,
+                 l->lows + l->row_blocks * l->column_blocks, multiply_adapted, l);
 }

@@ -55,7 +55,7 @@ TARGET INLINE void NAME(multiply_decoded)(const LANE *decoded, long lanes, const
     TILES_READ(part);
 #else
     (void)shaped;
-    NAME(panels)(decoded, lanes, x, x_stride, rows, panels, NULL, part);
+    NAME(panels)(decoded, lanes, x, x_stride, rows, panels, NULL, NULL, part);
 #endif
 }
 

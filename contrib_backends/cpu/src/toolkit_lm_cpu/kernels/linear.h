@@ -12,6 +12,17 @@
  * Each result is one sum over K in a fixed order, independent of the rest of the batch.
  */
 
+/* Fetches up to so many lines of what lies beside a product. */
+TARGET static void NAME(fetch_beside)(Beside *b, long lines) {
+    for (; b->segment < b->count && lines > 0; b->segment++) {
+        const Segment *s = b->segments + b->segment;
+        for (; b->at < s->bytes && lines > 0; b->at += 64, lines--)
+            _mm_prefetch(s->from + b->at, _MM_HINT_T1);
+        if (b->at < s->bytes) return;
+        b->at = 0;
+    }
+}
+
 #if !AMX
 
 /*
@@ -106,9 +117,12 @@ static const NAME(Tile) *const NAME(tiles)[2][4] = {
  *   1                1              sums of the group's rows by 3 panels do not fit in registers
  *   1                0              the same without `next`; or fewer than 3 panels are left, which
  *                                   are W's last and mostly have no `next`
+ *
+ * `beside`: what is fetched piece by piece between tiles, or NULL.
  */
 TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
-                                long rows, long panels, const LANE *next, float *sums) {
+                                long rows, long panels, const LANE *next, Beside *beside,
+                                float *sums) {
     const long count = (rows + ROWS - 1) / ROWS, panel = lanes * LANES;
     memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
@@ -127,9 +141,15 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
                 next == NULL || (fit && !at_once) ? (Fetch){0, 0} : FETCHES[at_once][count];
             const NAME(Tile) tile = NAME(tiles)[at_once][fetch.lines][n];
             for (long b = 0; b < panels; b += at_once ? PANELS : 1)
-                tile(x + row * x_stride + begin, x_stride, at + b * panel + begin * LANES, panel,
-                     some, sums + (row * PANELS + b) * LANES,
-                     ahead + (i * passes + b) * some * fetch.lines * fetch.apart, fetch.apart);
+                for (long k = 0, piece; k < some; k += piece) {
+                    piece = beside == NULL || some - k < PIECE ? some - k : PIECE;
+                    if (beside != NULL) NAME(fetch_beside)(beside, beside->lines);
+                    tile(x + row * x_stride + begin + k, x_stride,
+                         at + b * panel + (begin + k) * LANES, panel, piece,
+                         sums + (row * PANELS + b) * LANES,
+                         ahead + ((i * passes + b) * some + k) * fetch.lines * fetch.apart,
+                         fetch.apart);
+                }
             row = end;
         }
     }
@@ -202,10 +222,11 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
 
 /*
  * sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x.
- * `next`: the panels to prefetch, or NULL.
+ * `next`: the panels to prefetch, or NULL. `beside`: what is fetched piece by piece, or NULL.
  */
 TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride,
-                                long rows, long panels, const LANE *next, float *sums) {
+                                long rows, long panels, const LANE *next, Beside *beside,
+                                float *sums) {
     const long panel = lanes * LANES, groups = (rows + 2 * TILE - 1) / (2 * TILE);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
@@ -219,6 +240,7 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
             const LANE *weights = at + begin * LANES;
             float *to = sums + row * PANELS * LANES;
             if (there != shaped) NAME(shape_product)(shaped = there);
+            if (beside != NULL) NAME(fetch_beside)(beside, beside->lines);
             if (panels == 3 && tall)
                 NAME(tile)(from, x_stride, weights, panel, some, to, begin == 0, ahead, lines, 3,
                            1);
@@ -283,7 +305,9 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
 /* sums [rows][PANELS][16] of some panels, from `first` on, each of `panel` bytes. */
 TARGET INLINE void NAME(add_up)(const Linear *l, const int32_t *x, long x_stride, long row,
                                 long rows, long first, long panels, long panel, const char *next,
-                                float *sums) {
+                                Beside *beside, float *sums) {
+    const int is_plain = l->weights != NULL && l->codes == NULL && l->quantized.float8 == CODED;
+    if (beside != NULL && !is_plain) NAME(fetch_beside)(beside, LONG_MAX);
     if (l->weights == NULL)
         memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
     else if (l->codes != NULL)
@@ -292,7 +316,7 @@ TARGET INLINE void NAME(add_up)(const Linear *l, const int32_t *x, long x_stride
         NAME(panels_float8)(l, x, x_stride, rows, first, panels, next, sums);
     else
         NAME(panels)((const LANE *)((const char *)l->weights + first * panel), l->inputs / PAIR, x,
-                     x_stride, rows, panels, (const LANE *)next, sums);
+                     x_stride, rows, panels, (const LANE *)next, beside, sums);
 }
 
 /* One work item: up to l->block rows by l->columns panels. */
@@ -314,8 +338,10 @@ TARGET static void NAME(multiply)(void *job, long item) {
 #endif
     const size_t kept = l->out == NULL ? (size_t)(rows * l->columns * LANES) : 0;
     const size_t gathered = l->groups == NULL ? 0 : size;
-    float *sums =
-        own_memory((2 * size + gathered + converted) * sizeof *sums + kept * sizeof(ELEMENT));
+    /* B of three parts, of gate and up, and A, for each group */
+    const size_t listed = l->groups == NULL ? 0 : 7 * (size_t)l->groups->count * sizeof(Segment);
+    float *sums = own_memory((2 * size + gathered + converted) * sizeof *sums + listed +
+                             kept * sizeof(ELEMENT));
     float *up = sums + size, *own = up + size;
     const int32_t *x;
     long x_stride;
@@ -337,19 +363,22 @@ TARGET static void NAME(multiply)(void *job, long item) {
                                                    : panel_bytes(&l->quantized);
     const char *weights = l->weights;
     const long out_stride = kept ? l->columns * LANES : l->out_stride;
-    ELEMENT *out = kept ? (ELEMENT *)(own + gathered + converted)
+    Segment *segments = (Segment *)(own + gathered + converted);
+    ELEMENT *out = kept ? (ELEMENT *)((char *)segments + listed)
                         : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const long then = p + PANELS < last ? p + PANELS : follows;
         const char *next = then + PANELS <= panels ? weights + then * panel : NULL;
-        if (l->groups != NULL) NAME(fetch_adapters)(l, p, some);
-        if (l->groups != NULL && l->is_gated) NAME(fetch_adapters)(l, panels + p, some);
-        NAME(add_up)(l, x, x_stride, row, rows, p, some, panel, next, sums);
+        Beside lines, *beside = NULL;
+        if (l->groups != NULL)
+            lines = NAME(beside)(l, row, rows, p, some, panels, segments), beside = &lines;
+        NAME(add_up)(l, x, x_stride, row, rows, p, some, panel, next, beside, sums);
         if (l->is_gated) {
             const char *next_up = next == NULL ? NULL : next + panels * panel;
-            NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, up);
+            NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, beside, up);
         }
+        if (l->groups != NULL && p == first) await_lows(l);
         if (l->groups != NULL) NAME(add_adapters)(l, row, rows, p, some, sums, own);
         if (l->groups != NULL && l->is_gated)
             NAME(add_adapters)(l, row, rows, panels + p, some, up, own);

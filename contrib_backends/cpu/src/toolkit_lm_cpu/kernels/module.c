@@ -524,8 +524,9 @@ static PyMethodDef methods[] = {
     {"lose", lose, METH_VARARGS,
      "lose(start, bytes): memory whose content nobody reads any more goes back to the system."},
     {"low_rank", low_rank, METH_O, "low_rank(LowRank) -> A and B of an adapter: see product.h."},
-    {"low_ranks", low_ranks, METH_O,
-     "low_ranks(tuple) -> those of a product, by group of rows; None: it changes nothing."},
+    {"low_ranks", low_ranks, METH_VARARGS,
+     "low_ranks(tuple, next) -> those of a product, by group of rows; None: it changes nothing. "
+     "`next`: those of the model's next product, or None."},
     {"row_groups", row_groups, METH_VARARGS,
      "row_groups(groups, rank) -> rows with adapters, (address of the rows, number, scale) of each "
      "group; `rank`: the greatest of their adapters."},

@@ -3,6 +3,8 @@
 #ifndef PRODUCT_H
 #define PRODUCT_H
 
+#include <limits.h>
+
 #include "lanes.h"
 #include "team.h"
 
@@ -19,6 +21,7 @@
 #define TILE_ROWS 16    /* of x, which the tiles of AMX multiply at a time */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
+#define PIECE 64        /* lanes that a tile multiplies between two fetches of what lies beside */
 #define DECODED 512     /* inputs of float8 that are decoded at a time */
 
 /* Whether weights are codes, or floats of 8 bits. */
@@ -76,10 +79,12 @@ typedef struct {
 } LowRank;
 
 /* By group of rows; NULL: its adapter changes nothing here. */
-typedef struct {
+typedef struct LowRanks LowRanks;
+struct LowRanks {
+    const LowRanks *next; /* of the model's next product, whose A is fetched ahead; or NULL */
     long count;
     const LowRank *of[];
-} LowRanks;
+};
 
 /* The rows of a step that have an adapter. */
 typedef struct {
@@ -93,6 +98,19 @@ typedef struct {
     long count;
     RowGroup of[];
 } RowGroups;
+
+/* What is fetched while a product computes. */
+typedef struct {
+    const char *from;
+    long bytes;
+} Segment;
+
+typedef struct {
+    Segment *segments;
+    long count;
+    long segment, at; /* the next line's, in bytes */
+    long lines;       /* at a time: all are fetched when the product ends */
+} Beside;
 
 typedef struct Linear Linear;
 /* CODES(panels) of codes.h */
@@ -121,6 +139,10 @@ struct Linear {
     CodePanels add_codes;
     const RowGroups *groups; /* rows with adapters, or NULL: there are none */
     const LowRanks *low_ranks;
+    Item multiply_low, multiply; /* of A x, and of the product with B A x */
+    long lows;                   /* items of A x, which come before the others */
+    long low_width;              /* panels of such an item */
+    _Atomic long lows_done;
 };
 
 /* Of grouped.h: rows of several weights, those of each together. */
@@ -137,18 +159,37 @@ typedef struct {
     int activation, is_gated;
 } GroupedRows;
 
-/* Panels of an item of `multiply_low`. */
-static inline long low_width(const RowGroup *group) {
-    return group->count > TILE_ROWS || atomic_load(&team.threads) == 1 ? PANELS : 1;
-}
-
-/* Items of `multiply_low` of a group. */
+/* Items of A x of a group. */
 static inline long low_items(const Linear *l, long g) {
-    const RowGroup *group = l->groups->of + g;
     const LowRank *a = l->low_ranks->of[g];
     if (a == NULL) return 0;
-    const long wide = low_width(group);
-    return (group->count + BLOCK - 1) / BLOCK * ((a->rank / LANES + wide - 1) / wide);
+    return (l->groups->of[g].count + BLOCK - 1) / BLOCK *
+           ((a->rank / LANES + l->low_width - 1) / l->low_width);
+}
+
+/* Items of A x of all groups. */
+static inline long count_lows(Linear *l) {
+    long items = 0;
+    for (long g = 0; g < l->groups->count; g++) items += low_items(l, g);
+    return items;
+}
+
+/*
+ * An item of a product with adapters. Threads claim items in order: who awaits A x has no item of
+ * it, and other threads have begun all of them.
+ */
+static void multiply_adapted(void *job, long item) {
+    Linear *l = job;
+    if (item >= l->lows) {
+        l->multiply(l, item - l->lows);
+        return;
+    }
+    l->multiply_low(l, item);
+    atomic_fetch_add(&l->lows_done, 1);
+}
+
+static void await_lows(Linear *l) {
+    while (!SPIN_UNTIL(atomic_load(&l->lows_done) == l->lows)) sched_yield();
 }
 
 /* The place of the first row of a group that is not before `row`. */
@@ -162,6 +203,20 @@ static inline long place_in(const RowGroup *group, long row) {
             high = middle;
     }
     return low;
+}
+
+/* The rows of a group among some rows, from `row` on: their places in it. */
+typedef struct {
+    long begin, count;
+} Places;
+
+static inline Places rows_in(const RowGroup *group, long row, long rows) {
+    if (group->count == 0) return (Places){0, 0};
+    /* All mostly are. */
+    if (group->rows[0] >= row && group->rows[group->count - 1] < row + rows)
+        return (Places){0, group->count};
+    const long begin = place_in(group, row);
+    return (Places){begin, place_in(group, row + rows) - begin};
 }
 
 /*
