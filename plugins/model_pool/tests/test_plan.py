@@ -198,6 +198,10 @@ def test_one_that_cannot_wake_up_within_the_budget_is_loaded_anew():
     assert put(asleep) == ("", "", "s")
     asleep.need.weights = 2
     assert put(asleep) == ("s", "", "")
+    # From a file they are copied into their place.
+    asleep.need.weights = 3
+    asleep.keeps_weights = True
+    assert put(asleep) == ("s", "", "")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,8 +9,9 @@ import torch
 from toolkit_lm import LLM, AsyncLLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm_rl import kept
 from toolkit_lm_rl.control import AsyncControl, Control
-from toolkit_lm_rl.memory import storages
+from toolkit_lm_rl.memory import release_pages, storages, whole_pages
 
 PROMPTS = ["Once upon a time", "The capital of France is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
@@ -50,6 +51,112 @@ def test_an_engine_sleeps_and_wakes(level, kernels):
         control.sleep(level)
         assert control.wake_up()
         assert tokens(llm) == expected
+
+
+KEPT = [
+    {"kernels": "cpu"},
+    {"kernels": "cpu", "dtype": "bfloat16"},
+    {"kernels": "torch"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=lambda options: " ".join(options.values()))
+def test_weights_that_are_kept_come_back_without_the_checkpoint(options, tmp_path, monkeypatch):
+    """With memory that is packed, converted, or mapped from a file of its own."""
+    cache = {"quantize": {"cache_dir": str(tmp_path)}} if "quantization" in options else {}
+    # The second engine finds the quantized weights in the cache, and maps them.
+    for _ in range(1 + bool(cache)):
+        with LLM("tiny", **options, plugin_option=cache) as llm:
+            expected = tokens(llm)
+            control = Control(llm)
+            part = llm.engine.client.core.executor.runner.parts.by_name["rl"]
+            made = []
+            monkeypatch.setattr(part, "_made", lambda *args, made=made: made.append(args))
+            for _ in range(3):
+                assert control.sleep(2, keep=True)
+                assert control.state().keeps_weights
+                assert control.wake_up()
+                assert not control.state().keeps_weights
+                assert tokens(llm) == expected
+            assert not made
+            # A deeper sleep after a level 1.
+            assert not control.sleep(1, keep=True)
+            assert control.sleep(2, keep=True)
+            assert control.wake_up()
+            assert tokens(llm) == expected
+            monkeypatch.undo()
+
+
+def test_weights_that_change_asleep_are_not_those_of_the_file(policies):
+    """New weights may come to a sleeping engine, and between two sleeps."""
+    options = {"renderer": "tokens", "max_model_len": 64, "num_kv_blocks": 48}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8]}]
+
+    def found(llm):
+        return llm.generate(prompts, GREEDY)[0].outputs[0].token_ids
+
+    with LLM(str(policies / "new"), **options) as llm:
+        new = found(llm)
+    with LLM(str(policies / "old"), **options) as llm:
+        old = found(llm)
+        control = Control(llm)
+        assert old != new
+        assert control.sleep(2, keep=True)
+        control.update_weights(str(policies / "new"))
+        assert control.wake_up()
+        assert found(llm) == new
+        assert control.sleep(2, keep=True)
+        assert control.wake_up()
+        assert found(llm) == new
+        control.update_weights(str(policies / "old"))
+        for keep in (True, False, True):
+            assert control.sleep(2, keep=keep) is keep
+            assert control.wake_up()
+            assert found(llm) == old
+
+
+def test_weights_for_which_no_disk_has_room_come_from_the_checkpoint(monkeypatch, caplog):
+    with LLM("tiny") as llm:
+        expected = tokens(llm)
+        control = Control(llm)
+        monkeypatch.setattr(kept, "_file_system", lambda folder: "tmpfs")
+        assert not control.sleep(2, keep=True)
+        assert "is in memory (tmpfs)" in caplog.text
+        assert control.wake_up()
+        assert tokens(llm) == expected
+        monkeypatch.undo()
+        monkeypatch.setattr(kept, "_ROOM", 0.0)
+        assert not control.sleep(2, keep=True)
+        assert "free bytes" in caplog.text
+        assert control.wake_up()
+        assert tokens(llm) == expected
+        monkeypatch.undo()
+        # A disk that fails later.
+        assert control.sleep(2, keep=True)
+        part = llm.engine.client.core.executor.runner.parts.by_name["rl"]
+        part._kept._file.truncate(0)
+        assert control.wake_up()
+        assert "the file is too short" in caplog.text
+        assert tokens(llm) == expected
+
+
+def test_a_file_has_the_contents_of_the_last_sleep():
+    """Memory that has changed since the first one is written again, and no other."""
+    tensor = torch.arange(5 * 2**20, dtype=torch.int32)
+    memory = kept.Kept()
+    ranges = [whole_pages(tensor.untyped_storage())]
+    for place in (0, 2**20, tensor.numel() - 1):
+        tensor[place] = -7
+        wanted = tensor.clone()
+        assert memory.keep(ranges)
+        release_pages(tensor.untyped_storage())
+        assert not torch.equal(tensor, wanted)
+        assert memory.restore()
+        assert torch.equal(tensor, wanted)
+    memory.forget()
+    assert not memory.restore()
 
 
 def test_values_that_are_wrong():

@@ -61,9 +61,10 @@ def check(folder, **options):
         control = Control(llm)
         assert control.load_weights(tensors(folder / "new").items()) == "1"
         assert answers(llm) == wanted
-        control.sleep(2)
-        control.wake_up()
-        assert answers(llm) == wanted
+        for keep in (False, True, True):
+            assert control.sleep(2, keep=keep) is keep
+            control.wake_up()
+            assert answers(llm) == wanted
 
 
 @pytest.mark.parametrize(

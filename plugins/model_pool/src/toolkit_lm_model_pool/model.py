@@ -155,6 +155,8 @@ class PooledModel:
         """Level of the sleep into which it falls. 0: it does not."""
         self.sleep_level = 0
         """Level at which it sleeps, until it is awake. 0: it does not."""
+        self.keeps_weights = False
+        """Asleep, its weights are in a file, as they were in memory."""
         self._asleep: dict[int, int] = {}
         """Bytes that it took asleep, by level."""
         self.wake_seconds = 0.0
@@ -187,9 +189,10 @@ class PooledModel:
 
     @property
     def most(self) -> int:
-        """Bytes of the budget that it takes from the start of a load or a waking up. The weights
-        that were given up are there twice for a moment: read anew, and put into their place."""
-        if self.sleep_level < 2 or self.need is None:
+        """Bytes of the budget that it takes from the start of a load or a waking up. Weights that
+        come from the checkpoint are there twice for a moment: read anew, and put into their
+        place."""
+        if self.sleep_level < 2 or self.keeps_weights or self.need is None:
             return self.charge
         return self.charge + self.need.weights
 
@@ -358,7 +361,7 @@ class PooledModel:
         from toolkit_lm_rl.control import AsyncControl
 
         assert self.engine is not None, "it is loaded"
-        await AsyncControl(self.engine).sleep(level)
+        self.keeps_weights = await AsyncControl(self.engine).sleep(level, keep=True)
         self.resident = await asyncio.to_thread(self.measure)
         if self._is_on_cpu and self.resident:
             self._asleep[level] = self.resident

@@ -85,12 +85,17 @@ class Control:
         """Ends a pause."""
         self._call("resume")
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+    def sleep(self, level: int = 1, mode: PauseMode = "abort", *, keep: bool = False) -> bool:
         """Gives memory back, and refuses requests until `wake_up`. Level 0: none. Level 1: the KV
         cache, and the weights of a GPU, which move to the host. Level 2: the KV cache and the
         weights, which `wake_up` reads again from the checkpoint. Nothing runs in an LLM that is
-        called, so that `mode` has no effect. Raises RequestError for another level."""
-        self._call("sleep", Sleep(level, mode))
+        called, so that `mode` has no effect.
+
+        `keep`: at level 2, the weights of a CPU are written to a temporary file as they are in
+        memory, and `wake_up` copies them back, which is much faster. It is written once, has no
+        name, and ends with the engine. Where no disk has room, the checkpoint is read. Returns
+        whether the weights are kept. Raises RequestError for another level."""
+        return self._call("sleep", Sleep(level, mode, keep)).keeps_weights
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Brings back "weights", "kv_cache" and "scheduling", or some of them. Returns whether the
@@ -185,13 +190,15 @@ class AsyncControl:
         """Ends a pause."""
         await self._call("resume")
 
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives memory back, as `Control.sleep` does. `mode`: what becomes of running requests."""
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort", *, keep: bool = False) -> bool:
+        """Gives memory back, as `Control.sleep` does. `mode`: what becomes of running requests.
+        Returns whether all weights are kept in files."""
         if mode == "wait":
             await self._drained()
-        await self._call("sleep", Sleep(level, mode))
+        states = await self._states("sleep", Sleep(level, mode, keep))
         if mode == "wait":
             await self._call("resume")
+        return all(state.keeps_weights for state in states)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Brings back what a sleep gave away, as `Control.wake_up` does."""

@@ -206,13 +206,19 @@ def storages(model: nn.Module) -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def release_pages(storage: torch.UntypedStorage) -> int:
-    """Gives the whole pages of memory on the host back to the system. Addresses stay valid, and
-    their contents are lost. Returns the number of bytes."""
+def whole_pages(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Addresses of the whole pages of memory on the host: start, end. There may be none."""
     page = mmap.PAGESIZE
     start = -(-storage.data_ptr() // page) * page
     end = (storage.data_ptr() + storage.nbytes()) // page * page
-    if end <= start:
+    return start, max(start, end)
+
+
+def release_pages(storage: torch.UntypedStorage) -> int:
+    """Gives the whole pages of memory on the host back to the system. Addresses stay valid, and
+    their contents are lost. Returns the number of bytes."""
+    start, end = whole_pages(storage)
+    if end == start:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

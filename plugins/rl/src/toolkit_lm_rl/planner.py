@@ -18,6 +18,8 @@ from toolkit_lm_rl.share import (
     TAGS,
     Call,
     CallResult,
+    Drop,
+    Dropped,
     Pause,
     Sleep,
     State,
@@ -35,6 +37,7 @@ class RlPlanner(Planner):
         self._drains = False
         self._level = 0
         self._asleep: list[Tag] = []
+        self._keeps_weights = False
         self._salt: str | None = None
 
     @worker_method
@@ -49,6 +52,7 @@ class RlPlanner(Planner):
                 request.scheduled_time is not None
                 for request in self.engine.scheduler.roster.requests.values()
             ),
+            keeps_weights=self._keeps_weights and "weights" in self._asleep,
         )
 
     @worker_method
@@ -83,7 +87,7 @@ class RlPlanner(Planner):
             if was_awake:
                 self.engine.start_over()
                 self._init_kv_cache(self._smallest(self.engine.kv_cache))
-            self._call("drop", sleep.level)
+            self._keeps_weights = self._drop(Drop(sleep.level, sleep.keep))
         self._level = sleep.level
         return self._applied()
 
@@ -168,6 +172,11 @@ class RlPlanner(Planner):
             asked.append((PART, _only_begun))
         self.engine.scheduler.paused = self._is_paused or bool(self._asleep)
         return self.state()
+
+    def _drop(self, drop: Drop) -> bool:
+        """Has workers give up their weights. Returns whether all of them keep theirs in a file."""
+        dropped = self._call("drop", drop)
+        return all(msgspec.msgpack.decode(raw, type=Dropped).is_kept for raw in dropped)
 
     def _call(self, method: str, payload: object = None) -> list[Raw]:
         name = f"{PART}.{method}"

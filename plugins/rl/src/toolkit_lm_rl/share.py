@@ -28,6 +28,8 @@ class State(Struct, frozen=True):
     """Version of the weights; empty: those of the checkpoint."""
     num_begun: int
     """Requests that have begun, and have not ended."""
+    keeps_weights: bool = False
+    """The engine sleeps, and each worker has its weights in a file."""
 
 
 class Pause(Struct, frozen=True):
@@ -41,6 +43,24 @@ class Sleep(Struct, frozen=True):
 
     level: int = 1
     mode: PauseMode = "abort"
+    keep: bool = False
+    """At level 2 each worker on a CPU keeps its weights in a file, as they are in memory."""
+
+
+class Drop(Struct, frozen=True):
+    """What a worker gives up."""
+
+    level: int
+    keep: bool = False
+    """As in Sleep."""
+
+
+class Dropped(Struct, frozen=True):
+    """What a worker has given up."""
+
+    num_bytes: int
+    is_kept: bool = False
+    """The weights are in a file."""
 
 
 class WakeUp(Struct, frozen=True):

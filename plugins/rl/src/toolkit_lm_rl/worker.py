@@ -17,8 +17,9 @@ from toolkit_lm.step import StepPart, worker_method
 from torch import Tensor
 
 from toolkit_lm_rl.extension import Extension
-from toolkit_lm_rl.memory import copy_contents, release_pages, storages
-from toolkit_lm_rl.share import Call, CallResult, SavedState, Staged
+from toolkit_lm_rl.kept import Kept
+from toolkit_lm_rl.memory import copy_contents, release_pages, storages, whole_pages
+from toolkit_lm_rl.share import Call, CallResult, Drop, Dropped, SavedState, Staged
 from toolkit_lm_rl.values import packed, unpacked
 
 
@@ -58,6 +59,7 @@ class WeightsPart(StepPart):
         self._fresh: Model | None = None
         self._host: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._is_dropped = False
+        self._kept = Kept()
         path = None if self.options is None else self.options.worker_extension_cls
         self._extension = Extension(path, self.model, self.config, self.device, self._stage_tensors)
 
@@ -119,16 +121,14 @@ class WeightsPart(StepPart):
             self.discard()
 
     @worker_method
-    def drop(self, level: int) -> int:
+    def drop(self, drop: Drop) -> Dropped:
         """Gives up the weights. Level 1: those of a device move to the host; on the CPU they stay.
-        Level 2: their memory is free, and they are read again. Returns the bytes that are free."""
+        Level 2: their memory is free, and they are read again."""
+        level = drop.level
         if level > 1:
             self._bring_back()
         if self.device.type == "cpu":
-            if level < 2:
-                return 0
-            self._is_dropped = True
-            return sum(map(release_pages, storages(self.model).values()))
+            return self._drop_host(drop) if level > 1 else Dropped(0)
         freed = 0
         for storage in storages(self.model).values():
             if storage.device.type != "cpu":
@@ -141,13 +141,23 @@ class WeightsPart(StepPart):
                 freed += size
         self._is_dropped = level > 1
         torch.cuda.empty_cache()
-        return freed
+        return Dropped(freed)
+
+    def _drop_host(self, drop: Drop) -> Dropped:
+        found = [*storages(self.model).values()]
+        is_kept = drop.keep and self._kept.keep(sorted(map(whole_pages, found)))
+        if not is_kept:
+            self._kept.forget()
+        self._is_dropped = True
+        return Dropped(sum(map(release_pages, found)), is_kept)
 
     @worker_method
     def restore(self) -> None:
         """Brings the weights back."""
         self._bring_back()
-        if self._is_dropped:
+        if self._is_dropped and self._kept.restore():
+            self._is_dropped = False
+        elif self._is_dropped:
             self._refill(self._made(self._changed))
 
     def _bring_back(self) -> None:
@@ -155,6 +165,9 @@ class WeightsPart(StepPart):
             storage.resize_(host.nbytes())
             storage.copy_(host)
         self._host = []
+
+    def close(self) -> None:
+        self._kept.forget()
 
     @worker_method
     def save_sharded_state(self, saved: SavedState) -> None:
@@ -189,5 +202,6 @@ class WeightsPart(StepPart):
 
     def _refill(self, fresh: Model) -> None:
         self._bring_back()
+        self._kept.forget()
         copy_contents(self.model, fresh)
         self._is_dropped = False
