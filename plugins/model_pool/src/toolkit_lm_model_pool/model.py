@@ -338,7 +338,7 @@ class PooledModel:
         cache = config.cache
         if self.need is None or not self.need.kv_cache or cache.num_kv_blocks is not None:
             return config
-        return config.replace(kv_cache_memory=str(self.need.kv_cache))
+        return config.replace(kv_cache_memory=str(self.need.kv_cache // self.need.num_caches))
 
     async def stop(self) -> None:
         """Ends the engine, and forgets its routes."""
@@ -428,6 +428,7 @@ class PooledModel:
         if at_start and engine is not None:
             pools = engine.processor.limits.kv_cache.pools
             lazy = sum(pool.block_bytes * pool.num_blocks for pool in pools)
+            lazy *= 1 if self.need is None else self.need.num_caches
             self.measured = 0
         self.measured = max(self.measured, resident + lazy)
 

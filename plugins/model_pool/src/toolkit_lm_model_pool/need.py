@@ -27,12 +27,14 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 class Need(Struct, frozen=True):
-    """Bytes that a model needs, by kind."""
+    """Bytes that a model needs, by kind, in all of its processes."""
 
     process: int
     weights: int
     kv_cache: int
     workspace: int
+    num_caches: int = 1
+    """Ranks of all its engines: each has a part of the KV cache."""
 
     @property
     def total(self) -> int:
@@ -41,17 +43,47 @@ class Need(Struct, frozen=True):
 
 def need_of(config: VllmConfig, budget: int) -> Need:
     """An estimate, from a resolved config and the headers of the weights."""
-    return Need(PROCESS, weight_bytes(config), kv_bytes(config, budget), _workspace(config))
+    parallel = config.parallel
+    engines = parallel.data_parallel_size
+    # Several ranks are workers of an engine, whose process has no model.
+    processes = 1 if parallel.num_ranks == 1 else 1 + parallel.ranks_per_node
+    return Need(
+        process=PROCESS * engines * processes,
+        weights=weight_bytes(config) * engines // parallel.nodes,
+        kv_cache=kv_bytes(config, budget),
+        workspace=_workspace(config) * _num_caches(config),
+        num_caches=_num_caches(config),
+    )
+
+
+def _num_caches(config: VllmConfig) -> int:
+    """Ranks on this machine, of all engines."""
+    return config.parallel.data_parallel_size * config.parallel.ranks_per_node
 
 
 def weight_bytes(config: VllmConfig) -> int:
-    """Bytes of the weights in the config's dtype, from the headers of safetensors files. Of other
-    files: their sizes."""
+    """Bytes of an engine's weights in the config's dtype, with those of a draft model, from the
+    headers of safetensors files. Of other files: their sizes."""
     assert config.checkpoint is not None, "the config is resolved"
-    source = Path(config.checkpoint.source or config.checkpoint.path)
-    files = [source] if source.is_file() else sorted(_weight_files(source))
+    sources = [Path(config.checkpoint.source or config.checkpoint.path)]
+    if (draft := _draft_folder(config)) is not None:
+        sources.append(draft)
     width = _WIDTH.get(config.model.dtype, 4)
-    return sum(_file_bytes(file, width) for file in files)
+    return sum(
+        _file_bytes(file, width)
+        for source in sources
+        for file in ([source] if source.is_file() else sorted(_weight_files(source)))
+    )
+
+
+def _draft_folder(config: VllmConfig) -> Path | None:
+    """The folder of a drafter's own checkpoint. None: it has none, or names
+    something other than a folder."""
+    if not {"draft_model", "eagle"} & {*(config.scheduler.drafter or ())}:
+        return None
+    model = config.plugins.plugin_option.get("drafters", {}).get("model")
+    folder = Path(model) if isinstance(model, str) else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _weight_files(folder: Path) -> Iterable[Path]:
@@ -84,33 +116,47 @@ def _tensor_bytes(entry: Mapping[str, Any], width: int) -> int:
 
 
 def kv_bytes(config: VllmConfig, budget: int) -> int:
-    """Bytes of the KV cache: what the options state, else a share of the budget."""
+    """Bytes of the KV caches of all ranks: what the options state, else a share of the budget."""
     if not config.keeps_kv_cache:
         return 0
-    per_token = _kv_per_token(config)
+    caches = _num_caches(config)
+    per_token = _kv_per_token(config) * caches // config.parallel.num_ranks
     cache = config.cache
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks * cache.block_size * per_token
     if cache.kv_cache_memory != "auto":
         amount = parse_memory(cache.kv_cache_memory)
-        return amount if isinstance(amount, int) else int(amount * budget)
+        return amount * caches if isinstance(amount, int) else int(amount * budget)
     longest = config.max_model_len + config.max_encoder_len + 2 * cache.block_size
     most = per_token * longest * max(config.scheduler.max_num_seqs, 64)
     return max(min(most, budget // _AUTO_SHARE, _AUTO_BYTES), 2 * per_token * longest)
 
 
 def _kv_per_token(config: VllmConfig) -> int:
-    """Bytes of one token's keys and values in all layers, as models with plain attention have
-    them."""
-    facts = config.hf_config.get("text_config") or config.hf_config
+    """Bytes of one token's keys and values in all layers and ranks of an engine, as models with
+    plain attention have them."""
+    width = _WIDTH.get(config.model.dtype, 4)
+    if config.cache.kv_cache_dtype in ("int8", "fp8"):
+        width = 1
+    ranks = config.parallel.tensor_parallel_size
+    found = _kv_numbers(config.hf_config, ranks) * width
+    if (draft := _draft_folder(config)) is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            facts = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+            found += _kv_numbers(facts, ranks) * width
+    return found
+
+
+def _kv_numbers(config: Mapping[str, Any], num_ranks: int) -> int:
+    """Numbers that tensor-parallel ranks cache of a token. Heads fewer than ranks are there several
+    times."""
+    facts = config.get("text_config") or config
     layers = _number(facts, "num_hidden_layers", "n_layer", "decoder_layers", "num_layers") or 1
     heads = _number(facts, "num_attention_heads", "n_head", "decoder_attention_heads") or 1
     hidden = _number(facts, "hidden_size", "n_embd", "d_model") or 4096
     size = _number(facts, "head_dim") or max(hidden // heads, 1)
-    width = _WIDTH.get(config.model.dtype, 4)
-    if config.cache.kv_cache_dtype in ("int8", "fp8"):
-        width = 1
-    return 2 * layers * (_number(facts, "num_key_value_heads") or heads) * size * width
+    cached = max(_number(facts, "num_key_value_heads") or heads, num_ranks)
+    return 2 * layers * cached * size
 
 
 def _workspace(config: VllmConfig) -> int:
@@ -137,11 +183,12 @@ def memory_of(pids: Iterable[int]) -> int:
         with suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
             for each in (process, *process.children(recursive=True)):
-                total += _pss(each)
+                total += pss(each)
     return total
 
 
-def _pss(process: psutil.Process) -> int:
+def pss(process: psutil.Process) -> int:
+    """Bytes of one process: its proportional set size. 0: it has ended."""
     with suppress(psutil.Error, OSError):
         rollup = Path(f"/proc/{process.pid}/smaps_rollup")
         if rollup.exists():
