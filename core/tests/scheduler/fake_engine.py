@@ -58,9 +58,9 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""KV groups. Each has a block size; then a window, None, "late", ("late", window), "state",
-"snapshots", "often" or "cross"; then the index of the pool, or 0. For a state with snapshots, the
-first number is that of the tokens between borders."""
+"""KV groups. Each has a block size; then a window, None, "late", ("late", window), "ahead",
+"state", "snapshots", "often" or "cross"; then the index of the pool, or 0. For a state with
+snapshots, the first number is that of the tokens between borders."""
 ENCODER_INPUTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
 """Inputs of encoders. `SequenceInputs.second_text_start` tells the runner which one a sequence has,
 if there are encoders."""
@@ -117,6 +117,8 @@ def make_spec(size: int, kind: Any, lag: int = 0) -> KVCacheSpec:
         return (StateSpec if kind == "snapshots" else OftenSpec)(block_size=64, snapshots=size)
     if kind in ("late", "cross"):
         return (LateSpec if kind == "late" else CrossSpec)(**shape)
+    if kind == "ahead":
+        return FullSpec(**shape, lookahead=3)
     if isinstance(kind, tuple):
         return LateWindowSpec(window=kind[1], **shape)
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)

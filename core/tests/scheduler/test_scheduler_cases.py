@@ -91,7 +91,16 @@ def lone_good_prompt(length: int, num_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize(
-    "groups", [[(4, None)], [(8, None), (4, 5)], [(8, "late")], [(8, None), (4, "cross")]], ids=str
+    "groups",
+    [
+        [(4, None)],
+        [(8, None), (4, 5)],
+        [(8, "late")],
+        [(8, None), (4, "cross")],
+        [(8, None), (8, "ahead")],
+        [(16, None), (8, "ahead")],
+    ],
+    ids=str,
 )
 def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monkeypatch):
     prompt = lone_good_prompt(6, 12)

@@ -75,9 +75,9 @@ class BlockManager:
         """Common divisor of the groups' block sizes. Blocks and snapshots begin at multiples of it
         in each group."""
         self._lookahead = max((spec.lookahead for spec in specs), default=0)
-        self.last_inside = self.stride - max(1, self._lookahead)
-        """Position inside `stride` tokens. A token before it neither fills a block nor needs
-        look-ahead slots in the next one."""
+        self.edges = {0, self.stride - 1, *(-spec.lookahead % self.stride for spec in specs)}
+        """Positions inside `stride` tokens. A token elsewhere is in the block of the one before,
+        fills no block, and its last look-ahead slot is in the block of the one before, too."""
         self.border = math.lcm(*units)
         """Cached prefixes end at multiples of it."""
         self._beyond = max((group.beyond for group in self._of_sequences), default=0)

@@ -141,7 +141,6 @@ class RequestBlocks:
         seq = request.unfinished[0]
         start = seq.num_computed_tokens
         num_tokens = len(seq.token_ids) + seq.num_placeholders
-        size = self.blocks.stride
         is_usual = (
             seq.on_worker
             and request.draws_tokens
@@ -152,7 +151,7 @@ class RequestBlocks:
         is_next = (
             len(request.unfinished) == 1
             and start + 1 == num_tokens < request.most_tokens
-            and 0 < start % size < self.blocks.last_inside
+            and start % self.blocks.stride not in self.blocks.edges
         )
         if not (is_usual and is_next):
             return False
