@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
-from toolkit_lm.messages import ScheduledSequence, StepPlan
+from toolkit_lm.messages import ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.scheduler.draft_budget import Acceptance, DraftBudget, DraftingFacts, StepTimes
 
 MEMORY_BOUND = [(1, 0, 1.0), (1, 7, 1.15), (16, 0, 1.2), (16, 7, 3.0), (64, 0, 2.0), (64, 7, 9.0)]
@@ -41,19 +42,18 @@ def step(budget, running, accepts, seconds_of, *, num_drafts=4, forced=()):
         asks_drafters=budget.is_asking,
     )
     seconds = seconds_of(len(rows), sum(counts), budget.is_asking)
-    tokens = 0
+    result = StepResult(token_ids=[], forced=list(forced))
     for row, scheduled in zip(rows, plan.scheduled, strict=True):
         accepted = 0
         while accepted < scheduled.num_drafts and accepts(row.seq_id):
             accepted += 1
-        tokens += 1 + accepted
-        budget.update(scheduled, accepted, forced=row.seq_id in forced)
+        result.token_ids.append([7] * (1 + accepted))
         asked = min(num_drafts, budget.limits.get(row.seq_id, num_drafts))
         row.drafts = [7] * asked if plan.asks_drafters else []
         if row.seq_id in forced:
             row.drafts = [7] * num_drafts
-    budget.observe(plan, tokens, seconds)
-    return seconds, tokens, sum(counts)
+    budget.observe(plan, result, seconds)
+    return seconds, sum(map(len, result.token_ids)), sum(counts)
 
 
 def cost(rows, drafts, asking, *, noise=0.0):
@@ -173,16 +173,28 @@ def test_times_are_interpolated_and_corrected():
 def test_gains_fall_along_a_draft():
     acceptance = Acceptance()
     for _ in range(30):
-        acceptance.observe(0, 4, 4)
-        acceptance.observe(1, 4, 0)
-    chances = acceptance.chances()[:4]
-    sure = acceptance.gains(0, chances)
-    assert sure == sorted(sure, reverse=True) and sure[0] > 0.85
-    assert acceptance.gains(1, chances)[0] < 0.2
-    between = acceptance.gains(2, chances)[0]
-    assert acceptance.gains(1, chances)[0] < between < sure[0]
-    acceptance.retain([1])
-    assert acceptance.gains(0, chances) == acceptance.gains(2, chances)
+        acceptance.observe([(0, 4, 4), (1, 1, 0)])
+    gains, of = acceptance.ranked([0, 1, 2], [4, 4, 4])
+    assert gains.tolist() == sorted(gains, reverse=True)
+    first = {row: float(gains[of == row][0]) for row in range(3)}
+    assert first[1] < 0.2 and first[1] < first[2] < first[0] and first[0] > 0.85
+    acceptance.age({1: 3})
+    gains, of = acceptance.ranked([0, 2], [4, 4])
+    assert gains[of == 0].tolist() == gains[of == 1].tolist()
+
+
+def test_drafts_of_many_rows_are_ranked_as_those_of_each_alone():
+    draws = random.Random(3)
+    acceptance = Acceptance()
+    for _ in range(40):
+        right = [draws.randrange(6) for _ in range(7)]
+        acceptance.observe([(row, min(5, n + 1), n) for row, n in enumerate(right)])
+    most = [draws.randrange(1, 20) for _ in range(7)]
+    gains, of = acceptance.ranked(list(range(7)), most)
+    for row in range(7):
+        alone, _ = acceptance.ranked([row], most[row : row + 1])
+        assert gains[of == row].tolist() == alone.tolist()
+        assert len(alone) <= min(most[row], 16)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
@@ -275,3 +287,94 @@ def test_tries_take_less_than_a_hundredth_of_the_time(num_rows, own):
         )
         lost += seconds / plain - 1
     assert lost < 20
+
+
+STEPS = {1: 240, 4: 200, 16: 96, 64: 40}
+"""Steps of a cell of `benchmarks/speculation.py`, with a budget that knows nothing of the text."""
+
+
+def table(own):
+    """A machine's steps as a start measures them."""
+    return [
+        (rows, drafts, cost(rows, rows * max(drafts, 0), drafts >= 0) * (own if drafts >= 0 else 1))
+        for rows in (1, 4, 16, 64)
+        for drafts in (-1, 0, 1, 3, 7)
+    ]
+
+
+@pytest.mark.parametrize("num_rows", STEPS)
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("own", [1.0, 1.2, 2.0, 3.0], ids=["cheap", "costly", "dear", "dearest"])
+def test_a_short_run_does_not_lose_either(num_rows, acceptance, own):
+    """The mean of runs, whose steps are as long as they are by construction: noise is in what the
+    budget sees."""
+    random.seed(num_rows)
+    ratios = []
+    plain = num_rows / cost(num_rows, 0, False)
+
+    def true_cost(rows, drafts, asking):
+        return cost(rows, drafts, asking) * (own if asking else 1.0)
+
+    for _ in range(10):
+        budget = DraftBudget(DraftingFacts(table(own)))
+        running = requests(num_rows)
+        total = [0.0, 0]
+
+        def seconds_of(*of):
+            taken = true_cost(*of)
+            total[0] += taken  # noqa: B023
+            return taken * random.lognormvariate(0, 0.03)
+
+        for _ in range(STEPS[num_rows]):
+            total[1] += step(budget, running, lambda _: random.random() < acceptance, seconds_of)[1]
+        ratios.append(total[1] / total[0] / plain)
+    assert sum(ratios) / len(ratios) >= 0.98
+    if num_rows == 1 and acceptance >= 0.6 and own < 2:
+        assert sum(ratios) / len(ratios) >= 1.6 / own
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_a_drafter_has_missed_is_paid_and_does_not_end_a_try(is_right):
+    """The first step of a try reads long prompts, and takes nine times as long."""
+    budget = DraftBudget(DraftingFacts(table(1.0)))
+    running = requests(1)
+    begun = []
+
+    def seconds_of(rows, drafts, asking):
+        begins = asking and not budget._num_tried
+        if begins:
+            begun.append(rows)
+        return cost(rows, drafts, asking) * (9 if begins else 1)
+
+    drafts = 0
+    for _ in range(1500):
+        drafts += step(budget, running, lambda _: is_right, seconds_of)[2]
+    if is_right:
+        assert drafts > 3000
+    else:
+        assert drafts >= 2 and len(begun) <= 3, "the next try is later by what the first has cost"
+
+
+def test_a_step_counts_few_calls_however_many_rows_it_has():
+    """What the budget does in a step that asks drafters: arrays, and little for each row."""
+
+    def calls(num_rows):
+        budget = DraftBudget(DraftingFacts())
+        running = requests(num_rows)
+        for _ in range(12):
+            step(budget, running, lambda _: True, lambda *of: 1.0 + 0.001 * of[1])
+        assert budget.is_asking
+        count = 0
+
+        def see(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(see)
+        try:
+            budget.begin_step(running)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(64) - calls(4) < 8 * 60

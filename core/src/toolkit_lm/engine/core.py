@@ -317,9 +317,8 @@ class EngineCore:
         duration = now - max(step.start, self.progress_time)
         self.scheduler.preemption.observe(step.plan.num_tokens, duration)
         if (budget := self.scheduler.draft_budget) is not None:
-            num_sampled = sum(map(len, result.token_ids))
             # All that lies between two steps counts: drafts leave nothing to be done beside them.
-            budget.observe(step.plan, num_sampled, now - self.progress_time)
+            budget.observe(step.plan, result, now - self.progress_time)
         self.scheduler.policy.observe(step.plan, duration)
         if self.listening:
             got = [len(output.token_ids) for output in outputs if output.token_ids]

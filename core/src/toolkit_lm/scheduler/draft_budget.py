@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence as Collection
+from collections.abc import Mapping, Sequence as Collection
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import msgpack
 
-from toolkit_lm.messages import DraftRequest, ScheduledSequence, StepPlan
+from toolkit_lm.messages import DraftRequest, StepPlan, StepResult
 from toolkit_lm.scheduler.request import Request, Sequence
 
 Point = tuple[int, int, float]
@@ -32,24 +33,21 @@ _FIRST = 0.6
 """Acceptance that is expected of a draft before any was verified."""
 _WEIGHT = 4.0
 """Verified drafts of a position for which the position before it counts."""
-_LEAST_GAIN = 0.02
-"""Expected tokens of a draft that is not worth ranking."""
 _RECENT = 7
 """Steps of a cell whose median counts."""
 _CALIBRATING = 4
 """Steps without drafts that are measured before drafts at a new number of rows."""
-_LEAST_TRIED = 3
-"""Steps with drafters before estimates alone end a try: the first verifies nothing."""
 _PROBED = 8
 """Drafts that the first steps of a try verify at most."""
 _MARGIN = 1.02
 """Tokens per second with drafts to those without, at least."""
 _SHARE = 0.0075
 """Share of the time that tries may cost."""
-_MOST_DEBT = 1.0
-"""Plain steps that a try may cost."""
+_STAKE = 1.0
+"""Plain steps that a try of one row may cost before they are earned. That of R rows may cost the
+square root of R less, as its output varies less."""
 _CREDIT = 0.5
-"""Plain steps that are earned before what the estimates refuse is tried."""
+"""Plain steps that drafts may earn."""
 _PAUSE = 64
 """Least number of steps without drafts between two tries."""
 _DOUBLINGS = 3
@@ -136,51 +134,54 @@ class Acceptance:
     """Estimates the probability that drafts are accepted, by row and position."""
 
     def __init__(self) -> None:
-        self._positions = [[0.0, 0.0] for _ in range(_MOST)]
+        self._positions = np.zeros((2, _MOST))
         """Accepted and verified drafts of all rows, by position; older ones count less."""
-        self.rows: dict[int, list[float]] = {}
+        self.rows: dict[int, tuple[float, float]] = {}
         """The same by sequence."""
 
-    def observe(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
-        """Records a verified draft."""
-        row = self.rows.setdefault(seq_id, [0.0, 0.0])
-        row[0] *= 0.8
-        row[1] *= 0.8
-        # Drafts behind a rejected one were not tried.
-        num_tried = min(num_drafts, num_accepted + 1)
-        row[0] += num_accepted
-        row[1] += num_tried
-        for position, counts in enumerate(self._positions):
-            # Counts of positions that are not tried grow old.
-            kept = 0.97 if position < num_tried else 0.995
-            counts[0] = counts[0] * kept + (position < num_accepted)
-            counts[1] = counts[1] * kept + (position < num_tried)
+    def observe(self, verified: Collection[tuple[int, int, int]]) -> None:
+        """Records a step's verified drafts: sequences, how many of their drafts were tried, and how
+        many accepted. Drafts behind a rejected one were not tried."""
+        for seq_id, num_tried, right in verified:
+            accepted, tried = self.rows.get(seq_id, (0.0, 0.0))
+            self.rows[seq_id] = 0.8 * accepted + right, 0.8 * tried + num_tried
+        # [2, positions]: drafts that were accepted, and those that were tried.
+        counts = np.array(verified).T[:0:-1, :, None] > np.arange(_MOST)
+        new = counts.sum(axis=1)
+        # Counts of positions that are not tried grow old.
+        self._positions *= 0.97 ** new[1] * 0.995 ** (len(verified) - new[1])
+        self._positions += new
 
     def chances(self) -> list[float]:
         """Probability of each position's draft, if those before it are accepted."""
         chances = []
         chance = _FIRST
-        for accepted, tried in self._positions:
+        for accepted, tried in self._positions.T.tolist():
             chance = (_WEIGHT * chance + accepted) / (_WEIGHT + tried)
             chances.append(chance)
         return chances
 
-    def gains(self, seq_id: int, chances: Iterable[float]) -> list[float]:
-        """Expected tokens of each draft of a row, by its position's chance: the probability that it
-        and all before it are accepted. Ends where there is nothing to gain."""
-        accepted, verified = self.rows.get(seq_id, (0.0, 0.0))
-        gains: list[float] = []
-        gain = 1.0
-        for chance in chances:
-            gain *= (2 * chance + accepted) / (2 + verified)
-            if gain < _LEAST_GAIN and gains:
-                break
-            gains.append(gain)
-        return gains
+    def ranked(
+        self, seq_ids: Collection[int], most: Collection[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks the drafts that R sequences might have, `most` of each: expected tokens of each
+        draft, falling, and the index of its sequence. A draft yields a token if it and all before
+        it are accepted, so that those of a sequence keep their order."""
+        known = np.array([self.rows.get(seq_id, (0.0, 0.0)) for seq_id in seq_ids])
+        chances = (2 * np.array(self.chances()) + known[:, :1]) / (2 + known[:, 1:])
+        at, of = np.nonzero(np.arange(_MOST)[:, None] < np.array(most))
+        gains = chances.cumprod(axis=1)[of, at]
+        order = np.argsort(-gains, kind="stable")
+        return gains[order], of[order]
 
-    def retain(self, seq_ids: Iterable[int]) -> None:
-        """Forgets other sequences."""
-        self.rows = {key: self.rows[key] for key in seq_ids if key in self.rows}
+    def age(self, limits: Mapping[int, int]) -> None:
+        """Forgets sequences without a limit. What is known of others that verify nothing grows
+        old."""
+        self.rows = {
+            key: known if limits[key] else (known[0] * 0.97, known[1] * 0.97)
+            for key, known in self.rows.items()
+            if key in limits
+        }
 
 
 class DraftBudget:
@@ -221,7 +222,10 @@ class DraftBudget:
         """Plain steps that tries have cost, and that plain steps have not earned yet."""
         self._failures = 0
         """Tries in a row that found no gain."""
+        self._stake = _STAKE
+        """Debt at which a try ends."""
         self._num_tried = 0
+        """Steps of the last try."""
 
     def begin_step(self, running: Collection[Request]) -> None:
         """Decides on a step before it is planned."""
@@ -236,9 +240,6 @@ class DraftBudget:
             seq.seq_id: 0 if seq.request.search else seq.request.max_asked for seq in sequences
         }
         wanted = [seq for seq in sequences if self.limits[seq.seq_id]]
-        if len(self.acceptance.rows) > 4 * len(sequences) + 64:
-            self.acceptance.retain(self.limits)
-            self._forced &= self.limits.keys()
         if wanted and self._chooses:
             self._choose(wanted, len(sequences))
         # A request that is admitted now may want drafts.
@@ -252,30 +253,44 @@ class DraftBudget:
             if seq.drafts and seq.seq_id not in self._forced:
                 seq.drafts = []
 
-    def observe(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
-        """Records a step, and the time since the one before. Steps that compute prompts are left
-        out."""
-        if not (self._chooses and plan.scheduled):
-            return
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Records a step's drafts, and the time since the one before. Times of steps that compute
+        prompts are left out."""
         rows = len(plan.scheduled)
         num_drafts = sum(row.num_drafts for row in plan.scheduled)
-        if plan.num_tokens != rows + num_drafts or plan.new:
+        if self._chooses and (
+            verified := [
+                (row.seq_id, min(row.num_drafts, len(drawn)), len(drawn) - 1)
+                for row, drawn in zip(plan.scheduled, result.token_ids, strict=True)
+                if row.num_drafts and drawn and row.seq_id not in self._forced
+            ]
+        ):
+            self.acceptance.observe(verified)
+        self._forced = {*result.forced}
+        if not self._chooses or not rows or plan.num_tokens != rows + num_drafts or plan.new:
             return
         if not plan.asks_drafters:
             if not num_drafts and self._left <= _OBSERVED:
                 self.times.observe(rows, 0, seconds, plain=True)
             self._left -= 1
-            self._debt = max(-_CREDIT, self._debt - _SHARE)
+            self._debt -= _SHARE
             return
-        self.times.observe(rows, num_drafts, seconds)
+        if self._num_tried:
+            self.times.observe(rows, num_drafts, seconds)
         # Estimates: a step that other processes interrupt says nothing of drafters.
+        taken = self.times.predict(rows, num_drafts)
         plain = self.times.predict(rows, 0, plain=True)
-        lost = self.times.predict(rows, num_drafts) / plain - num_output_tokens / rows
-        self._debt = max(-_CREDIT, self._debt + lost)
+        lost = taken / plain - sum(map(len, result.token_ids)) / rows
+        if not self._num_tried:
+            # Drafters may have read what they had missed. That is paid, and is no part of the try.
+            more = max(0.0, seconds - taken) / plain
+            self._stake += more
+            lost += more
+        self._debt = max(min(self._debt, -_CREDIT), self._debt + lost)
         self._num_tried += 1
         if self._num_tried == _PAUSE:
             self._failures = 0
-        if self._debt > _MOST_DEBT and self._rests:
+        if self._debt > self._stake and self._rests:
             self._fail()
 
     def add(self, request: Request) -> None:
@@ -284,20 +299,10 @@ class DraftBudget:
             asked = msgpack.decode(raw, type=DraftRequest).max_draft_tokens
             request.max_asked = request.max_asked if asked is None else asked
 
-    def update(self, row: ScheduledSequence, num_accepted: int, *, forced: bool) -> None:
-        """Records how many of a row's drafts were accepted. `forced`: the next drafts must
-        follow."""
-        if row.num_drafts and row.seq_id not in self._forced:
-            self.acceptance.observe(row.seq_id, row.num_drafts, num_accepted)
-        if forced:
-            self._forced.add(row.seq_id)
-        else:
-            self._forced.discard(row.seq_id)
-
     def _choose(self, wanted: Collection[Sequence], rows: int) -> None:
         """Begins or ends a try, and limits the drafts of the sequences that may have some."""
         begins = self._rests and not self._is_trying
-        if begins and (self._left > 0 or self._debt > 0):
+        if begins and self._left > 0:
             return
         if self._rests and (
             self.times.num_plain(rows) < _CALIBRATING
@@ -305,34 +310,41 @@ class DraftBudget:
         ):
             self._rest(_CALIBRATING)
             return
-        chances = self.acceptance.chances()
-        ranked = sorted(
-            (-gain, at, seq.seq_id)
-            for seq in wanted
-            for at, gain in enumerate(
-                self.acceptance.gains(seq.seq_id, chances[: seq.request.max_asked])
-            )
-        )
-        if begins:
-            if not self._num_best(ranked, rows) and (
-                self._failures % 2 == 0 or self._debt > -_CREDIT
-            ):
-                # The estimates say no. Only every other time that is put to the test.
-                self._fail()
-                return
-            self._is_trying = True
-            self._num_tried = 0
-        # A row's gains fall, so that the best of all are the first of each row.
-        probed = min(len(wanted), _PROBED) if self._num_tried < _LEAST_TRIED else 0
+        seq_ids = [seq.seq_id for seq in wanted]
+        gains, of = self.acceptance.ranked(seq_ids, [seq.request.max_asked for seq in wanted])
+        count = self._num_best(gains, rows)
+        probed = min(len(wanted), _PROBED)
+        if begins and not self._begin(rows, probed, count):
+            return
+        if (self._num_tried - 1) * probed < 2:
+            # Two drafts are verified before estimates alone end a try. Its first step has none.
+            count = probed
         self.limits = dict.fromkeys(self.limits, 0)
-        for _, _, seq_id in ranked[: probed or self._num_best(ranked, rows)]:
-            self.limits[seq_id] += 1
-        for seq_id, row in self.acceptance.rows.items():
-            if not self.limits.get(seq_id):
-                # It verifies nothing: what is known of it grows old.
-                row[:] = row[0] * 0.97, row[1] * 0.97
-        if self._rests and not any(self.limits.values()):
+        # A row's gains fall, so that the best of all are the first of each row.
+        counts = np.bincount(of[:count], minlength=len(wanted))
+        self.limits.update(zip(seq_ids, counts.tolist(), strict=True))
+        self.acceptance.age(self.limits)
+        if self._rests and not count:
             self._fail()
+
+    def _begin(self, rows: int, probed: int, count: int) -> bool:
+        """Begins a try that verifies `probed` drafts, unless it is too early. `count`: best number
+        by the estimates. If they say no, only every other time that is put to the test, and only
+        once plain steps have earned what it costs."""
+        if not count and self._failures % 2 == 0:
+            self._fail()
+            return False
+        # The first step asks, and the second verifies what may all be wrong.
+        plain = self.times.predict(rows, 0, plain=True)
+        price = sum(max(0.0, self.times.predict(rows, n) / plain - 1) for n in (0, probed))
+        self._stake = _STAKE / math.sqrt(rows)
+        missing = self._debt + price - self._stake * bool(count)
+        # More than that was not earned for this try.
+        self._debt = max(self._debt, -2 * price)
+        self._rest(math.ceil(missing / _SHARE))
+        self._num_tried = 0
+        self._is_trying = missing <= 0
+        return self._is_trying
 
     def _fail(self) -> None:
         """Rests, the longer the more often no gain was found."""
@@ -343,17 +355,16 @@ class DraftBudget:
         self._is_trying = False
         self._left = num_steps
 
-    def _num_best(self, ranked: Collection[tuple[float, int, int]], rows: int) -> int:
+    def _num_best(self, gains: np.ndarray, rows: int) -> int:
         """Number of the first drafts that give the most tokens per second."""
         best = 0
         rate = rows / self.times.predict(rows, 0, plain=self._rests)
-        rate *= _MARGIN if self._rests else 1
-        expected = float(rows)
-        size = 0
-        for count in _counts(len(ranked)):
-            expected -= sum(negative for negative, _, _ in ranked[size:count])
-            size = count
-            if count and (found := expected / self.times.predict(rows, count)) > rate:
+        if self._rests:
+            rate *= _MARGIN
+        totals = gains.cumsum().tolist()
+        for count in _counts(len(totals))[1:]:
+            found = (rows + totals[count - 1]) / self.times.predict(rows, count)
+            if found > rate:
                 best = count
                 rate = found
         return best

@@ -234,9 +234,6 @@ class Scheduler:
                 )
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
-                if self.draft_budget is not None:
-                    forced = row.seq_id in result.forced
-                    self.draft_budget.update(row, len(tokens) - 1, forced=forced)
                 drafts = result.drafts.get(row.seq_id, [])
                 taken = self._accept_tokens(seq, tokens, drafts, row_logprobs, prompt_logprobs)
                 if row.num_drafts:
