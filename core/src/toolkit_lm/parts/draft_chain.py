@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,21 +70,20 @@ class DraftChain:
             if not drawn or (pieces := self._pending.pop(row.seq_id, None)) is None:
                 continue
             drafts = row.tokens[len(row.tokens) - row.num_drafts :]
-            rejected = False
             place = 0
             for piece in pieces:
                 # Drafts may have been cut, or replaced by tokens that a grammar forces.
-                count = min(len(piece.tokens), len(drafts))
-                if not count or drafts[:count] != piece.tokens[:count]:
+                proposed = drafts[place : place + len(piece.tokens)]
+                count = len(proposed)
+                if not count or proposed != piece.tokens[:count]:
                     break
-                right = 0 if rejected else _num_equal(drafts[:count], drawn)
+                # The last token that was drawn is no draft.
+                left = len(drawn) - 1 - place
+                right = min(max(left, 0), count)
                 result.drafters.setdefault(row.seq_id, []).append((piece.drafter, count, right))
-                if not rejected:
-                    for at, stated in enumerate(piece.stated[: right + 1]):
-                        self._records[piece.drafter, place + at].add(at < right, stated)
+                for at, stated in enumerate(piece.stated[: right + 1] if left >= 0 else ()):
+                    self._records[piece.drafter, place + at].add(at < right, stated)
                 place += count
-                rejected = right < count
-                drafts, drawn = drafts[count:], drawn[count:]
 
     def keep(self, name: str, drafts: Mapping[int, list[int]]) -> None:
         """Keeps all drafts of an only drafter."""
@@ -149,8 +147,10 @@ class DraftChain:
 
 def check_tokens(drafter: Drafter, tokens: object, vocab_size: float) -> None:
     """Raises ValueError unless `tokens` is a list of the model's tokens."""
-    if not isinstance(tokens, list) or not all(
-        type(token) is int and 0 <= token < vocab_size for token in tokens
+    if not isinstance(tokens, list) or not (
+        {int}.issuperset(map(type, tokens))
+        and min(tokens, default=0) >= 0
+        and max(tokens, default=0) < vocab_size
     ):
         raise ValueError(
             f"{type(drafter).__qualname__} has proposed {tokens!r}: no list of token ids"
@@ -169,9 +169,3 @@ def _stated(drafter: Drafter, seq_id: int, drafts: list[int]) -> list[float] | N
             f"for each of {len(drafts)} drafts"
         )
     return values
-
-
-def _num_equal(drafts: list[int], drawn: list[int]) -> int:
-    """Number of drafts up to the first that is not the token drawn there."""
-    pairs = zip(drafts, drawn, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -154,10 +154,10 @@ class DraftingPart(StepPart):
         self._chain.observe(inputs.plan, result)
         if not self.reads_taps:
             return
-        scheduled = inputs.plan.scheduled
         limits = inputs.plan.max_drafts
         inputs.max_drafts = np.array(
-            [limits.get(scheduled[place].seq_id, _MOST) for place in inputs.sampling], np.int64
+            [limits.get(row.seq_id, _MOST) for row in inputs.plan.scheduled if row.samples],
+            np.int64,
         )
         history = inputs.histories.token_ids
         history.flags.writeable = False
@@ -170,10 +170,9 @@ class DraftingPart(StepPart):
                 self._each(lambda drafter: drafter.follow(inputs, hidden_states, step))
         finally:
             history.flags.writeable = True
-        for place, most in zip(inputs.sampling, inputs.max_drafts, strict=True):
-            seq_id = scheduled[place].seq_id
-            if tokens := drafts.get(seq_id, [])[:most]:
-                result.drafts[seq_id] = tokens
+        for seq_id, tokens in drafts.items():
+            if kept := tokens[: limits.get(seq_id, _MOST)]:
+                result.drafts[seq_id] = kept
 
     def _drafts(
         self, inputs: StepInputs, hidden_states: Tensor, result: StepResult, step: StepRun

@@ -399,10 +399,13 @@ class PersistentBatch:
             index % size
         )
 
-    def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """Appends a sampled token to each of `rows`, as input of a later step."""
-        self.history.append(rows, token_ids)
-        self.sampling.position[rows] += 1
+    def append_tokens(
+        self, rows: np.ndarray, token_ids: list[int], accepted: np.ndarray | int = 0
+    ) -> None:
+        """Appends a sampled token to each of `rows`, as input of a later step. `accepted`: number
+        of drafts before it, which are in the history already, and now count."""
+        self.history.append(rows, token_ids, accepted)
+        self.sampling.position[rows] += 1 + accepted
 
     def _add(self, seq: NewSequence) -> None:
         row = self._free_rows.pop()

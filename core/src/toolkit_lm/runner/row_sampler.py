@@ -62,9 +62,7 @@ class RowSampler:
     def begin(self, inputs: StepInputs) -> None:
         """Prepares a step's draws before its forward pass, in steps with drafts or logits
         processors, which may work meanwhile."""
-        self._positions = None
-        if inputs.num_drafts.any():
-            self._positions = self._find_positions(inputs)
+        self._positions = self._find_positions(inputs) if inputs.num_drafts.any() else None
         sampling = self._batch.sampling
         if sampling.processors is not None and sampling.processors.names:
             rows = inputs.rows[inputs.sampling]
@@ -77,11 +75,16 @@ class RowSampler:
     def _find_positions(self, inputs: StepInputs) -> Positions:
         self._accepted = {}
         rows = inputs.rows[inputs.sampling]
-        num_drafts = inputs.num_drafts - self._accept_forced(inputs)
+        num_drafts = inputs.num_drafts - (self._accept_forced(inputs) if self._certain else 0)
         counts = num_drafts + 1
-        first = counts.cumsum() - counts
-        last = inputs.query_start[1:][inputs.sampling] - 1
-        return Positions(rows, num_drafts, _runs(last - num_drafts, counts), first)
+        ends = counts.cumsum()
+        first = ends - counts
+        if ends[-1] == len(inputs.token_index):
+            # Each token is one, in most steps.
+            within = np.arange(ends[-1])
+        else:
+            within = _runs(inputs.query_start[1:][inputs.sampling] - counts, counts)
+        return Positions(rows, num_drafts, within, first)
 
     def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Computes logits, and tokens or candidates, for the rows whose last token was computed."""
@@ -214,34 +217,27 @@ class RowSampler:
         indices in the plan; `rows`: rows in the persistent batch; `lengths`: positions of each."""
         token_ids = sampled.token_ids
         ends = lengths.cumsum()
-        last = ends - 1
-        if len(token_ids) > len(rows):
-            last = self._last_valid(sampled, rows, lengths)
-            accepted = last - ends + lengths
-            history = self._batch.history
-            # Accepted drafts are in the history already, and now they count.
-            history.num_tokens[rows] += accepted
-            self._batch.sampling.position[rows] += accepted
+        several = len(token_ids) > len(rows)
+        last = self._last_valid(sampled, rows, lengths) if several else ends - 1
+        accepted = last - ends + lengths
         start = (ends - lengths).tolist()
         end = (last + 1).tolist()
-        self._batch.append_tokens(rows, [token_ids[i - 1] for i in end])
+        self._batch.append_tokens(rows, [token_ids[i - 1] for i in end], accepted)
         for place, begin, stop in zip(places.tolist(), start, end, strict=True):
             result.token_ids[place] += token_ids[begin:stop]
-        if len(token_ids) > len(rows):
-            kept = [i for begin, stop in zip(start, end, strict=True) for i in range(begin, stop)]
-            # Errors and states are those of first positions: see `_last_valid`.
-            first = {begin: i for i, begin in enumerate(start)}
-            logprobs = [sampled.logprobs[i] for i in kept] if sampled.logprobs else []
-            sampled = Sampled(
-                token_ids,
-                logprobs,
-                {first[i]: error for i, error in sampled.errors.items() if i in first},
-                {first[i]: state for i, state in sampled.states.items()},
-            )
-            lengths = last - ends + lengths + 1
-            self._store_others(plan, result, sampled, places, lengths)
-        else:
-            self._store_others(plan, result, sampled, places)
+        if not (sampled.logprobs or sampled.errors or sampled.states):
+            return
+        kept = [i for begin, stop in zip(start, end, strict=True) for i in range(begin, stop)]
+        # Errors and states are those of first positions: see `_last_valid`.
+        first = {begin: i for i, begin in enumerate(start)}
+        logprobs = [sampled.logprobs[i] for i in kept] if sampled.logprobs else []
+        sampled = Sampled(
+            token_ids,
+            logprobs,
+            {first[i]: error for i, error in sampled.errors.items() if i in first},
+            {first[i]: state for i, state in sampled.states.items()},
+        )
+        self._store_others(plan, result, sampled, places, accepted + 1)
 
     @staticmethod
     def _store_others(
@@ -287,7 +283,7 @@ class RowSampler:
         other token is possible."""
         sampling = self._batch.sampling
         taken = np.zeros_like(inputs.num_drafts)
-        for index in inputs.num_drafts.nonzero()[0] if self._certain else ():
+        for index in inputs.num_drafts.nonzero()[0]:
             place = inputs.sampling[index]
             scheduled = inputs.plan.scheduled[place]
             row = inputs.rows[place]

@@ -96,12 +96,14 @@ class TokenHistory:
         self.token_ids[row, start:end] = token_ids
         self.num_tokens[row] = max(self.num_tokens[row], end - num_drafts)
 
-    def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """Appends one token to each of `rows` [R]. A token beyond the capacity is counted, but no
-        step reads it."""
+    def append(
+        self, rows: np.ndarray, token_ids: list[int], num_drafts: np.ndarray | int = 0
+    ) -> None:
+        """Appends one token to each of `rows` [R], after its first `num_drafts` drafts. A token
+        beyond the capacity is counted, but no step reads it."""
         # Few NumPy calls: the CPU's caches are cold after the model, so the calls themselves take
         # most of the time.
-        ends = self.num_tokens[rows]
+        ends = self.num_tokens[rows] + num_drafts
         try:
             self.token_ids[rows, ends] = token_ids
         except IndexError:
