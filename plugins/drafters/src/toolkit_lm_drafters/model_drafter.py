@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepInputs, StepRun
 from torch import Tensor, nn
 
+from toolkit_lm_drafters.filled import FilledPrefixes
 from toolkit_lm_drafters.following import Following
 from toolkit_lm_drafters.step_table import Tabled
 
@@ -75,8 +77,10 @@ class ModelDrafter(Tabled):
     The layers have KV groups in the engine: prefixes are cached, preempted, swapped and forked with
     the model's. The next step overwrites the entries of rejected drafts.
 
-    A drafter that reads hidden states follows each step while it rests, unless that takes too much
-    of it. Then it drafts for later sequences alone.
+    A drafter that reads token ids alone, and keeps all keys and values, computes nothing while it
+    rests: what it has missed of a sequence, its prompt too, is computed once drafts of it are
+    wanted. One that reads hidden states follows each step, unless that takes too much of it. Then
+    it drafts for later sequences alone.
     """
 
     offset: ClassVar[int] = 0
@@ -95,7 +99,9 @@ class ModelDrafter(Tabled):
         self.follows_decodes = self.offset > 0
         self._following = Following()
         self._filled: dict[int, int] = {}
-        """Number of entries that are there, by seq_id. Unknown: those of all computed tokens."""
+        """Number of entries that are there, by seq_id. Unknown: those of all computed tokens, or
+        if it reads prompts late those of the prefixes below."""
+        self._prefixes = FilledPrefixes()
         self._kept: dict[int, list[Tensor]] = {}
         """Hidden states for the next entries, by seq_id."""
 
@@ -141,6 +147,17 @@ class ModelDrafter(Tabled):
         """Returns what entries of the first pass read, from hidden states of `states_of`."""
         return states
 
+    @cached_property
+    def _reads_late(self) -> bool:
+        """Whether prompts are read only once drafts are wanted: all that is needed is there then,
+        token ids and slots."""
+        kept = [layer.keeps for layer in self.layers().values()]
+        return not self.offset and all(
+            spec is not None
+            and (spec.caches_prefixes and spec.grows and not spec.first_needed(2**30))
+            for spec in kept
+        )
+
     def layers(self) -> Mapping[str, CacheLayer]:
         found = (module for module in self.network.modules() if isinstance(module, CacheLayer))
         return {layer.prefix: layer for layer in found}
@@ -157,10 +174,15 @@ class ModelDrafter(Tabled):
     def remove(self, seq_id: int) -> None:
         self._filled.pop(seq_id, None)
         self._kept.pop(seq_id, None)
+        self._prefixes.remove(seq_id)
 
     def follow(self, inputs: StepInputs, hidden_states: Tensor, step: StepRun) -> None:
-        """Computes the entries of prompts, so that cached prefixes have them. Single tokens are
-        left to a later step: their hidden states are kept, and their ids are known."""
+        """Leaves a step to a later one, if prompts are read late. Otherwise computes the entries
+        of prompts, so that cached prefixes have them. Single tokens are left to a later step: their
+        hidden states are kept, and their ids are known."""
+        if self._reads_late:
+            self._leave(inputs, np.arange(len(inputs.rows)))
+            return
         begun = time.perf_counter()
         self._follow(inputs, hidden_states, step)
         # Several ranks would have to agree.
@@ -200,6 +222,15 @@ class ModelDrafter(Tabled):
             self._filled.setdefault(row.seq_id, row.start)
         return True
 
+    def _leave(self, inputs: StepInputs, rows: np.ndarray) -> None:
+        """Notes that prompts' tokens have no entries."""
+        for row in rows:
+            scheduled = inputs.plan.scheduled[row]
+            if scheduled.num_tokens - scheduled.num_drafts > 1:
+                end = scheduled.start + scheduled.num_tokens
+                tokens = inputs.histories.token_ids[inputs.rows[row], :end]
+                self._prefixes.leave(tokens, scheduled.start)
+
     def _not_left(
         self, inputs: StepInputs, rows: np.ndarray, ends: np.ndarray, hidden: Tensor | None
     ) -> np.ndarray:
@@ -238,12 +269,12 @@ class ModelDrafter(Tabled):
         rows = np.flatnonzero(ends > inputs.starts)
         if self.offset and not self.follows_decodes:
             rows = rows[[not self._has_gap(inputs, int(row)) for row in rows]]
-        if len(unwanted := np.flatnonzero(draws[rows] & (most[rows] == 0))):
-            # They are followed.
-            is_now = np.ones(len(rows), bool)
-            is_now[unwanted] = self._not_left(
-                inputs, rows[unwanted], np.minimum(ends, inputs.starts + inputs.num_tokens), hidden
-            )
+        if self._reads_late:
+            rows = self._wanted(inputs, rows)
+        else:
+            is_now = ~draws[rows] | (most[rows] > 0)
+            after = np.minimum(ends, inputs.starts + inputs.num_tokens)
+            is_now[~is_now] = self._not_left(inputs, rows[~is_now], after, hidden)
             rows = rows[is_now]
         if not len(rows):
             return
@@ -282,6 +313,26 @@ class ModelDrafter(Tabled):
                         lines[index] = np.append(lines[index], token)
         self._give(inputs, result, rows[live], drafts)
 
+    def _wanted(self, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
+        """The rows that are computed now: those of which drafts are wanted, as far as a step's
+        budget reaches for what they have missed. Others are left to later steps."""
+        limits = inputs.plan.max_drafts
+        scheduled = inputs.plan.scheduled
+        is_now = np.array([limits.get(scheduled[row].seq_id, 1) > 0 for row in rows], bool)
+        wanted = rows[is_now]
+        for row in wanted:
+            seq_id = scheduled[row].seq_id
+            if seq_id not in self._filled:
+                tokens = inputs.histories.token_ids[inputs.rows[row], : inputs.starts[row]]
+                self._filled[seq_id] = self._prefixes.count(tokens)
+        gaps = inputs.starts[wanted] - [self._filled[scheduled[row].seq_id] for row in wanted]
+        order = np.argsort(gaps, kind="stable")
+        fits = gaps[order].cumsum() <= self.config.scheduler.token_budget
+        fits[:1] = True
+        wanted = np.sort(wanted[order[fits]])
+        self._leave(inputs, np.setdiff1d(rows, wanted, assume_unique=True))
+        return wanted
+
     def _has_gap(self, inputs: StepInputs, row: int) -> bool:
         """Whether entries of a row are missing, and the hidden states for them are gone."""
         seq_id = inputs.plan.scheduled[row].seq_id
@@ -305,12 +356,16 @@ class ModelDrafter(Tabled):
         filled = np.array(
             [self._filled.get(id_, start) for id_, start in zip(seq_ids, starts, strict=True)]
         )
-        start = np.minimum(filled, starts)
-        kept = [self._kept.pop(seq_id, []) for seq_id in seq_ids]
         self._filled.update(zip(seq_ids, ends.tolist(), strict=True))
+        # A sampled token may have an entry before the step that computes it.
+        start = np.minimum(filled, ends - 1 if self._reads_late else starts)
         if hidden is None:
-            start = self._catch_up(rows, start, starts, lines, step)
+            start = self._catch_up(rows, start, np.maximum(start, starts), lines, step)
+            if self._reads_late:
+                for seq_id, line, end in zip(seq_ids, lines, ends.tolist(), strict=True):
+                    self._prefixes.add(seq_id, line, end)
             return _Batch(rows, start, ends - start, None)
+        kept = [self._kept.pop(seq_id, []) for seq_id in seq_ids]
         counts = ends - starts
         places = _places(inputs.query_start[rows], counts)
         if (start == starts).all():
