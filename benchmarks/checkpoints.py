@@ -8,7 +8,7 @@ from pathlib import Path
 VOCAB_SIZE = 32000
 
 
-def make_llama_160m(folder: Path, positions: int = 4096) -> Path:
+def make_llama_160m(folder: Path, positions: int = 4096, layers: int = 12) -> Path:
     """A Llama of 153 M random parameters in bf16, with the tokenizer of save_tokenizer. Needs
     torch, transformers and tokenizers."""
     import torch
@@ -21,7 +21,7 @@ def make_llama_160m(folder: Path, positions: int = 4096) -> Path:
         vocab_size=VOCAB_SIZE,
         hidden_size=768,
         intermediate_size=3072,
-        num_hidden_layers=12,
+        num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=4,
         max_position_embeddings=positions,

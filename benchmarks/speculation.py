@@ -3,7 +3,7 @@ whether throughput is ever lost.
 
 usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLDER] [--quick]
                                         [--batches 1,4] [--drafters scripted] [--acceptances 0,1]
-                                        [--rounds 1] [--steps 100]
+                                        [--rounds 1] [--steps 100] [--out FILE]
 
 - cost: the p50 of steps of R rows with 4 drafts each, over that of steps of 5 R rows without.
 - lose: output tokens per second of CPU time with a drafter over those without one. Two engines take
@@ -11,6 +11,9 @@ usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLD
   that acceptance is what it is by construction: a scripted drafter spoils each draft with
   probability 1 - acceptance; for ngram and suffix, the text repeats itself and each of its tokens
   is another one with that probability. `costly` is scripted, and a draft takes a fifth of a step.
+  `draft_model` is a random one of two layers, which is never accepted. `none` is a second engine
+  without drafts: what a cell errs by. Beside times stand what does not depend on the machine: steps
+  that asked drafters, drafts that were verified, and passes of a draft model. `--out`: as JSON.
 - coupled: how often a draft of tiny with noisy logits is accepted at T 0.7 and 1.0, when it is
   drawn with the target's own random number, beside standard rejection and the bound sum min(p, q).
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import tempfile
 import time
@@ -34,6 +38,7 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.events import StepEvent
 from toolkit_lm.messages import NewSequence
 from toolkit_lm.plugin import DrafterRegistry, hookimpl
+from toolkit_lm.runner.step_run import Run
 from toolkit_lm.scheduler.draft_budget import DraftBudget
 from toolkit_lm.step import Drafter
 
@@ -41,6 +46,8 @@ DRAFTS = 4
 SCRIPT: dict[tuple[int, ...], list[int]] = {}
 """Texts that follow prompts."""
 GIVEN = {"acceptance": 1.0}
+PASSES = [0]
+"""Passes of draft models so far."""
 
 
 class Scripted(Drafter):
@@ -234,6 +241,8 @@ class Runner:
         self.tokens = 0
         self.computing = 0.0
         self.seconds = 0.0
+        self.counts = {"steps": 0, "asked": 0, "drafts": 0, "passes": -PASSES[0]}
+        self.core.scheduler.schedule = self.schedule
         force(llm, text)
         params = SamplingParams(
             temperature=0, max_tokens=len(text) - PROMPT - 1, ignore_eos=True, detokenize=False
@@ -262,6 +271,15 @@ class Runner:
             self.tokens += self.length() - before
         return self.core.has_unfinished
 
+    def schedule(self) -> Any:
+        """`Scheduler.schedule`, counted."""
+        plan = type(self.core.scheduler).schedule(self.core.scheduler)
+        if plan is not None and plan.scheduled:
+            self.counts["steps"] += 1
+            self.counts["asked"] += plan.asks_drafters
+            self.counts["drafts"] += sum(row.num_drafts for row in plan.scheduled)
+        return plan
+
     def length(self) -> int:
         return sum(len(seq.token_ids) for seq in self.core.scheduler.roster.sequences.values())
 
@@ -269,6 +287,28 @@ class Runner:
         self.llm.engine.abort(self.ids)
         while self.core.has_unfinished:
             self.llm.engine.step()
+        self.counts["passes"] += PASSES[0]
+        del self.core.scheduler.schedule
+
+
+def count_passes() -> None:
+    forward = Run.forward
+
+    def counted(*arguments: Any, **own: Any) -> torch.Tensor:
+        PASSES[0] += 1
+        return forward(*arguments, **own)
+
+    Run.forward = counted  # type: ignore[method-assign]
+
+
+def drafting(name: str, folder: Path) -> dict[str, Any]:
+    """Options of an engine with a drafter."""
+    if name == "none":
+        return {}
+    if name == "draft_model":
+        small = make_llama_160m(folder, layers=2)
+        return {"drafter": name, "plugin_option": [f"drafters.model={small}"]}
+    return {"drafter": name}
 
 
 def lose(
@@ -277,7 +317,9 @@ def lose(
     drafters: Sequence[str],
     acceptances: Sequence[float],
     rounds: int,
-) -> None:
+    folder: Path,
+) -> list[dict[str, Any]]:
+    count_passes()
     options = {
         "max_model_len": 1024,
         "max_num_seqs": max(batches),
@@ -285,16 +327,22 @@ def lose(
         "kv_cache_memory": "2GiB",
         "enable_prefix_caching": False,
     }
+    found = []
     with contextlib.ExitStack() as engines:
         plain = engines.enter_context(LLM(model, **options))
         for name in drafters:
-            with LLM(model, plugins=[Plugin(steps=[])], drafter=name, **options) as drafted:
+            own = drafting(name, folder)
+            # The text of the target is no random model's.
+            given = acceptances[:1] if name in ("none", "draft_model") else acceptances
+            with LLM(model, plugins=[Plugin(steps=[])], **own, **options) as drafted:
                 for rows in batches:
-                    for acceptance in acceptances:
-                        cell(name, plain, drafted, rows, acceptance, rounds)
+                    found += [cell(name, plain, drafted, rows, a, rounds) for a in given]
+    return found
 
 
-def cell(name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, rounds: int) -> None:
+def cell(
+    name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, rounds: int
+) -> dict[str, Any]:
     """One cell: rounds of a fresh budget each, tries and all."""
     scripted = name in ("scripted", "costly")
     text = repeating(1.0 if scripted else acceptance, 1000)
@@ -303,10 +351,12 @@ def cell(name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, roun
     ratios = []
     of_wall = []
     shares = []
+    counts: dict[str, int] = {}
     for _ in range(rounds):
         scheduler = drafted.engine.client.core.scheduler
-        # Forgets what it has learned of another text.
-        scheduler.draft_budget = DraftBudget(scheduler.draft_budget.facts)
+        if scheduler.draft_budget is not None:
+            # Forgets what it has learned of another text.
+            scheduler.draft_budget = DraftBudget(scheduler.draft_budget.facts)
         pair = [Runner(llm, rows, text) for llm in (plain, drafted)]
         going = True
         for turn in range(max(1, STEPS.get(rows, 100) // TURN)):
@@ -321,12 +371,25 @@ def cell(name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, roun
         shares.append(own.tokens / without.tokens)
         for runner in pair:
             runner.end()
+        if drafted.engine.client.core.scheduler.draft_budget is None:
+            pair[1].counts["asked"] = 0
+        counts = {key: counts.get(key, 0) + value for key, value in pair[1].counts.items()}
     print(
         f"| {name} | {rows} | {acceptance} | {statistics.median(ratios):.2f} "
         f"| {min(ratios):.2f}-{max(ratios):.2f} | {statistics.median(of_wall):.2f} "
-        f"| {statistics.median(shares):.2f} |",
+        f"| {min(of_wall):.2f}-{max(of_wall):.2f} | {statistics.median(shares):.2f} "
+        f"| {' | '.join(map(str, counts.values()))} |",
         flush=True,
     )
+    return {
+        "drafter": name,
+        "batch": rows,
+        "acceptance": acceptance,
+        "of CPU time": ratios,
+        "of wall time": of_wall,
+        "tokens a step": shares,
+        **counts,
+    }
 
 
 @contextlib.contextmanager
@@ -383,10 +446,11 @@ def main() -> None:
     parser.add_argument("--only", default="cost,lose,coupled")
     parser.add_argument("--model", type=Path, help="a checkpoint; default: one of 160M is made")
     parser.add_argument("--batches", default="1,4,16,64")
-    parser.add_argument("--drafters", default="scripted,costly,ngram,suffix")
+    parser.add_argument("--drafters", default="none,scripted,costly,ngram,suffix,draft_model")
     parser.add_argument("--acceptances", default="0,0.3,0.6,0.9,1")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of each cell; default: by the batch, 40 to 240")
+    parser.add_argument("--out", type=Path, help="a file for the cells of `lose`")
     parser.add_argument("--quick", action="store_true", help="tiny alone, and few of all")
     args = parser.parse_args()
     only = args.only.split(",")
@@ -403,11 +467,16 @@ def main() -> None:
             models = {"tiny": "tiny"} | ({} if args.quick else {"160M": model})
             cost(models, [1, 4] if args.quick else [1, 8, 32], 40)
         if "lose" in only:
-            columns = "of CPU time | range | of wall time | tokens a step"
+            columns = "of CPU time | range | of wall time | range | tokens a step"
+            columns += " | steps | asked | drafts | passes"
             print(f"| drafter | batch | acceptance | {columns} |")
             given = [float(value) for value in args.acceptances.split(",")]
             sizes = [1, 4] if args.quick else batches
-            lose(model, sizes, args.drafters.split(","), given, args.rounds)
+            found = lose(
+                model, sizes, args.drafters.split(","), given, args.rounds, Path(folder) / "draft"
+            )
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

