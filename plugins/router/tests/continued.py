@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ SERVE = ("serve", "tiny", "--port", "0", "--kernels", "cpu", "--no-ui", "--no-ac
 class Command:
     """A command of `toolkit` that listens."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, under: Sequence[str] = ()) -> None:
+        """`under`: a command that runs it."""
         self.process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("toolkit")), *words],
+            [*under, str(Path(sys.executable).with_name("toolkit")), *words],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,

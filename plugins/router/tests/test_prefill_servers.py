@@ -4,10 +4,13 @@ server, also when a server is killed."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -24,7 +27,7 @@ _OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Servers:
-    """A server for prompts, two for answers, and the router."""
+    """A server for prompts, some for answers, and the router."""
 
     def __init__(self, commands: list[Command], client: aiohttp.ClientSession) -> None:
         self.commands = commands
@@ -45,7 +48,7 @@ class Servers:
 
     async def ready(self) -> None:
         """Returns once the router and the decode servers know all others."""
-        prefill, *decodes = self.urls[:3]
+        prefill, *decodes = self.urls[:-1]
         for url in (prefill, *decodes):
             await self.until(lambda url=url: self.figure("ready", url))
         for url in decodes:
@@ -78,7 +81,7 @@ class Servers:
     async def loads(self) -> dict[str, float]:
         """Ends of the loads of the decode servers."""
         total: dict[str, float] = {}
-        for url in self.urls[1:3]:
+        for url in self.urls[1:-1]:
             for outcome, number in re.findall(
                 r'kv_transfer_loads_total\{.*?outcome="(\w+)".*?\} (\S+)', await self.text(url)
             ):
@@ -101,7 +104,13 @@ async def servers(monkeypatch, tmp_path) -> AsyncIterator[Servers]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peer = f"127.0.0.2:{free_port('127.0.0.2')}"
     roles = (("--kv-transfer-listen", peer), *[("--kv-transfer-peers", peer)] * 2)
-    commands = [Command(*SERVE, *words) for words in roles]
+    async with started([Command(*SERVE, *words) for words in roles]) as made:
+        yield made
+
+
+@asynccontextmanager
+async def started(commands: list[Command]) -> AsyncIterator[Servers]:
+    """A server for prompts, and others for answers, with a router in front."""
     try:
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as client:
@@ -129,6 +138,60 @@ def kind(number: int) -> tuple[str, dict[str, Any]]:
 def said(answer: Any) -> Any:
     """What an answer without a stream says."""
     return answer["choices"], answer["usage"]["completion_tokens"]
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[list[str], str, str]]:
+    """A command that runs another one in network and PID namespaces of its own, the address there,
+    and the one here. Where these may not be made: none, and two addresses of the loopback."""
+    number = os.getpid()
+    name = f"toolkit-{number}"
+    net = f"10.{200 + number % 50}.{number // 50 % 250}"
+    made = [
+        f"netns add {name}",
+        f"link add tk{number}a type veth peer name tk{number}b netns {name}",
+        f"addr add {net}.1/30 dev tk{number}a",
+        f"link set tk{number}a up",
+        f"-n {name} addr add {net}.2/30 dev tk{number}b",
+        f"-n {name} link set tk{number}b up",
+        f"-n {name} link set lo up",
+    ]
+    alone = [*["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+        for command in made:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield [], "127.0.0.3", "127.0.0.2"
+    else:
+        yield ["ip", "netns", "exec", name, *alone], f"{net}.2", f"{net}.1"
+    with suppress(OSError):
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+async def test_two_namespaces(monkeypatch, tmp_path, namespaces):
+    """Engines that share nothing but a network, as those of two machines: all blocks go over
+    TCP."""
+    under, there, here = namespaces
+    monkeypatch.setenv("TOOLKIT_LM_KV_TRANSFER_SECRET", "a secret of sixteen characters")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peer = f"{here}:{free_port(here)}"
+    commands = [
+        Command(*SERVE, "--kv-transfer-listen", peer),
+        Command(*SERVE, "--kv-transfer-peers", peer, "--host", there, under=under),
+    ]
+    async with started(commands) as servers:
+        prefill, decode, router = servers.urls
+        for number in range(len(KINDS)):
+            routed = await servers.stream(router, number)
+            # The prefill server has computed the prompt itself.
+            assert routed == await servers.stream(prefill, number)
+        loads = await servers.loads()
+        assert loads.pop("loaded") == len(KINDS)
+        assert not any(loads.values())
+        shared = await servers.metric(decode, "kv_transfer_shared_blocks_total")
+        fetched = await servers.metric(decode, "kv_transfer_fetched_blocks_total")
+        assert fetched > 0 and shared == (0 if under else fetched)
 
 
 async def test_prompts_of_another_server(servers):
