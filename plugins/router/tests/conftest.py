@@ -18,9 +18,8 @@ from toolkit_lm_server.listening import bind
 
 
 @pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """The event loop of `toolkit route`."""
-    return "asyncio", {"use_uvloop": True}
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def event(choices: list[dict], **more: object) -> bytes:

@@ -10,7 +10,6 @@ import socket
 import ssl
 import time
 
-import uvloop
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_commands import engine_command
 from toolkit_lm_server.garbage import Garbage
@@ -56,9 +55,7 @@ def route(options: RouterOptions) -> None:
     with listen(server) as listener:
         set_title("toolkit-lm route")
         with logging_in_threads("", ACCESS):
-            running = Running(options, listener, context)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(running.run())
+            asyncio.run(Running(options, listener, context).run())
 
 
 class Running:
