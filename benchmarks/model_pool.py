@@ -4,7 +4,7 @@ memory of the engines beside the budget.
 
 usage: python benchmarks/model_pool.py [--model MODEL] [--models 6] [--hold 3] [--requests 2000]
                                        [--clients 8] [--turn 2]
-       python benchmarks/model_pool.py --wake [--model MODEL] [--repeats 5]
+       python benchmarks/model_pool.py --wake [--model MODEL] [--repeats 5] [--json FILE]
 
 Models are copies of one checkpoint. Requests ask for them by Zipf's law.
 
@@ -46,10 +46,13 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=2.0)
     parser.add_argument("--wake", action="store_true", help="measure waking up")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the seconds of --wake")
     args = parser.parse_args()
     if args.wake:
         with tempfile.TemporaryDirectory() as temporary:
-            measure_waking(Path(temporary), args.model, args.repeats)
+            figures = measure_waking(Path(temporary), args.model, args.repeats)
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures), encoding="utf-8")
         return
     names = [f"m{number}" for number in range(args.models)]
     with tempfile.TemporaryDirectory() as temporary:
@@ -113,8 +116,8 @@ def measure(
     report(seconds, whole, cards, taken, budget)
 
 
-def measure_waking(folder: Path, model: str | None, repeats: int) -> None:
-    """Prints a table of the states of one model."""
+def measure_waking(folder: Path, model: str | None, repeats: int) -> dict[str, list[float]]:
+    """Prints a table of the states of one model. Returns the seconds by state."""
     checkpoint = model or str(make_llama_160m(folder / "checkpoint"))
     entry = {"name": "m", "checkpoint": checkpoint, "options": OPTIONS, "idle": "sleep"}
     file = folder / "models.yaml"
@@ -152,6 +155,7 @@ def measure_waking(folder: Path, model: str | None, repeats: int) -> None:
             f"| {state} | {middle:.3f} | {min(seconds):.3f} | {max(seconds):.3f} | "
             f"{middle / slowest:.3f} | {as_size(memory.get(state, 0))} |"
         )
+    return found
 
 
 def start(folder: Path, checkpoint: str) -> float:
