@@ -283,6 +283,8 @@ class Racer:
 
 def race(python: str, arguments: list[str], rounds: int) -> None:
     """Ours and the peer by turns."""
+    # Ended so, the race still ends its engines.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seconds: dict[tuple[str, str, int], list[float]] = {}
     with ExitStack() as stack:
         racers = {}
