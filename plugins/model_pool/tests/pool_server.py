@@ -20,11 +20,13 @@ import httpx
 import psutil
 import torch
 import transformers
+from safetensors.torch import save_file
 from toolkit_lm_devkit import make_checkpoint, randomize, write_tokenizer
-from toolkit_lm_model_pool.need import memory_of
+from toolkit_lm_model_pool.need import pss
 
 VOCAB = 272
 SMALL = {"max_num_seqs": 4, "num_kv_blocks": 256, "dtype": "float32", "device": "cpu"}
+ADAPTERS = ("sql", "prose")
 ENCODER = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -156,6 +158,23 @@ def belady(trace: Sequence[str], sizes: Mapping[str, int], budget: int) -> int:
     return loads
 
 
+def save_adapters(folder: Path, names: Sequence[str] = ADAPTERS) -> dict[str, str]:
+    """Folders of adapters of the model "tiny", by name."""
+    found = {}
+    for name in names:
+        torch.manual_seed(sum(name.encode()))
+        made = folder / name
+        made.mkdir()
+        layer = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
+        shapes = {"A": (2, 512), "B": (128, 2)}
+        tensors = {layer.format(part): torch.randn(shape) for part, shape in shapes.items()}
+        save_file(tensors, made / "adapter_model.safetensors")
+        fields = {"peft_type": "LORA", "r": 2, "target_modules": [], "lora_alpha": 1}
+        (made / "adapter_config.json").write_text(json.dumps(fields))
+        found[name] = str(made)
+    return found
+
+
 class Served:
     """A running server."""
 
@@ -194,7 +213,9 @@ class Served:
         return [child.pid for child in psutil.Process(self.process.pid).children()]
 
     def memory(self) -> int:
-        return memory_of(self.engines())
+        """Bytes that the engines take, with their workers."""
+        # The server's processes are looked up once for all of them.
+        return sum(map(pss, psutil.Process(self.process.pid).children(recursive=True)))
 
 
 def ended(process: subprocess.Popen[str]) -> int:

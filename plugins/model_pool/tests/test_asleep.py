@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
-from pool_server import SMALL, plain, served, write_checkpoints, write_models
-from safetensors.torch import save_file
+from pool_server import (
+    ADAPTERS,
+    SMALL,
+    plain,
+    save_adapters,
+    served,
+    write_checkpoints,
+    write_models,
+)
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
 from toolkit_lm_lora.front import LoRARequest
@@ -20,7 +24,6 @@ MIB = 2**20
 LARGE = {**SMALL, "num_kv_blocks": 4096, "max_num_batched_tokens": 64}
 KV_BYTES = 4096 * 16 * 2 * 4 * 2 * 128 * 4
 WEIGHTS = 240 * MIB
-ADAPTERS = ("sql", "prose")
 LONG = {"prompt": "Once upon a time there was a very long prompt. " * 4, "max_tokens": 4}
 
 
@@ -62,23 +65,6 @@ def pool(checkpoints, tmp_path_factory):
         answered(server)
         [server.large] = server.engines()
         yield server
-
-
-def save_adapters(folder: Path) -> dict[str, str]:
-    """Folders of two adapters of the model "tiny", by name."""
-    torch.manual_seed(0)
-    found = {}
-    for name in ("sql", "prose"):
-        made = folder / name
-        made.mkdir()
-        layer = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
-        shapes = {"A": (2, 512), "B": (128, 2)}
-        tensors = {layer.format(part): torch.randn(shape) for part, shape in shapes.items()}
-        save_file(tensors, made / "adapter_model.safetensors")
-        fields = {"peft_type": "LORA", "r": 2, "target_modules": [], "lora_alpha": 1}
-        (made / "adapter_config.json").write_text(json.dumps(fields))
-        found[name] = str(made)
-    return found
 
 
 def asleep(pool, name: str, **more):

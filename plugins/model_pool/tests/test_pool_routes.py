@@ -128,7 +128,8 @@ async def test_a_key_sees_its_adapters(tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(
         "keys: [{name: some, key: s, models: [a], adapters: ['sql*']}, {name: all, key: a}, "
-        "{name: other, key: o, models: [b]}]"
+        "{name: other, key: o, models: [b]}, {name: tuned, key: t, models: ['sq*']}, "
+        "{name: none, key: n, models: [sql], adapters: [prose]}]"
     )
     server = ServerOptions(api_keys_file=str(path))
     entry = Entry(name="a", checkpoint="tiny", adapters={"sql": "x", "prose": "y"})
@@ -138,7 +139,14 @@ async def test_a_key_sees_its_adapters(tmp_path):
     app = make_pool_app(pool, server, Metrics(), Readiness(pool), Keys.of(server), list)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://pool") as client:
-        for key, names in (("s", ["a", "sql"]), ("a", ["a", "sql", "prose", "b"]), ("o", ["b"])):
+        for key, names in (
+            ("s", ["a", "sql"]),
+            ("a", ["a", "sql", "prose", "b"]),
+            ("o", ["b"]),
+            # A key that is limited to the name of an adapter.
+            ("t", ["sql"]),
+            ("n", []),
+        ):
             headers = {"Authorization": f"Bearer {key}"}
             cards = (await client.get("/v1/models", headers=headers)).json()["data"]
             assert [card["id"] for card in cards] == names

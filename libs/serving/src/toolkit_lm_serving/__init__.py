@@ -9,3 +9,5 @@ CLIENT = "client"
 ADAPTERS = "adapters"
 """The key, in a request's context, of patterns of the names of adapters that its client may use, a
 line each. Absent: all."""
+ADAPTER = "lora.adapter"
+"""The key, in a request's context, of the adapter that the request has as its model."""

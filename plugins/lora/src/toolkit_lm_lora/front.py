@@ -14,7 +14,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.messages import CacheKey, EngineRequest
 from toolkit_lm.processing import RequestHalf
-from toolkit_lm_serving import ADAPTERS
+from toolkit_lm_serving import ADAPTER, ADAPTERS
 
 from toolkit_lm_lora.enabled import KEYWORDS, own_adapter
 from toolkit_lm_lora.files import AdapterFolder
@@ -31,8 +31,6 @@ from toolkit_lm_lora.usage import Usage
 
 OWN = "audio"
 """Name of the adapter that a checkpoint of a model that hears brings with it."""
-ADAPTER = "lora.adapter"
-"""Key of a request's context: the name of its adapter, which was given as the model."""
 
 
 class LoRARequest(Struct, kw_only=False):
@@ -93,7 +91,7 @@ class LoraRequests(RequestHalf):
         self._served = {config.model.model, *config.served_model_names}
         self._pinned = frozenset(listed(options.pinned, "pinned"))
         self._most_bytes = int(options.max_file_gib * 2**30)
-        self._unloaded: frozenset[str] = frozenset()
+        self.unloaded: frozenset[str] = frozenset()
         """Names that resolvers are not asked for, since they were unloaded."""
         self._locks: dict[str, threading.Lock] = {}
         """By name that is being resolved."""
@@ -118,7 +116,7 @@ class LoraRequests(RequestHalf):
     def add(self, made: Registered) -> None:
         """Adds an adapter, or puts it in the place of the one with its name."""
         self.adapters = {**self.adapters, made.name: made}
-        self._unloaded -= {made.name}
+        self.unloaded -= {made.name}
 
     @cached_property
     def resolvers(self) -> dict[str, AdapterResolver]:
@@ -146,7 +144,7 @@ class LoraRequests(RequestHalf):
         it: quickly."""
         if (known := self.adapters.get(name)) is not None:
             return known
-        if name in self._served or name in self._unloaded:
+        if name in self._served or name in self.unloaded:
             return False
         return any(resolver.may_have(name) for resolver in self.resolvers.values())
 
@@ -155,7 +153,7 @@ class LoraRequests(RequestHalf):
         may wait for one. Raises ResolverError."""
         if (known := self.adapters.get(name)) is not None:
             return known
-        if name in self._served or name in self._unloaded:
+        if name in self._served or name in self.unloaded:
             return None
         with self._locks.setdefault(name, threading.Lock()):
             try:
@@ -200,7 +198,7 @@ class LoraRequests(RequestHalf):
         """Forgets a name, for resolvers too. Requests that run go on. Raises KeyError for an
         unknown one."""
         known = self.adapters[name]
-        self._unloaded |= {name}
+        self.unloaded |= {name}
         self.scales = {key: scale for key, scale in self.scales.items() if key != name}
         self.adapters = {key: other for key, other in self.adapters.items() if key != name}
         return known

@@ -15,8 +15,9 @@ from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, Toolki
 from toolkit_lm_server.aliases import Alias
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.errors import ApiError
+from toolkit_lm_serving import ADAPTER
 
-from toolkit_lm_lora.front import ADAPTER, LoraRequests, Registered, checked_scale
+from toolkit_lm_lora.front import LoraRequests, Registered, checked_scale
 from toolkit_lm_lora.metrics import LoraFigures
 from toolkit_lm_lora.resolvers import contains
 from toolkit_lm_lora.share import Reading

@@ -25,13 +25,14 @@ from toolkit_lm_server.route import REQUEST_ID, authorization, caller_of
 
 from toolkit_lm_model_pool.durations import parse_seconds
 from toolkit_lm_model_pool.model import PooledModel
-from toolkit_lm_model_pool.names import Asked, asked, find
+from toolkit_lm_model_pool.names import Asked, adapter_of, asked, check_new_adapter, find
 from toolkit_lm_model_pool.pool import Pool
 from toolkit_lm_model_pool.waiting import Answer, stream_class
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _OLLAMA = "/api/"
 _GENERATING = ("/api/generate", "/api/chat")
+_LOADS_ADAPTER = "/load_lora_adapter"
 OPERATORS = (
     *("/models/load", "/models/unload", "/unload", "/models/reload", "/models/sleep"),
     *("/models/wake_up", "/sleep", "/wake_up", "/is_sleeping"),
@@ -125,6 +126,9 @@ class Dispatch:
             if found.model is None and self._is_unknown(request.scope):
                 raise HTTPException(404, "Not Found")
             model = find(self._pool.models, found.model)
+            caller.adapter = adapter_of(model, found.model)
+            if found.lora_name is not None and path.endswith(_LOADS_ADAPTER):
+                check_new_adapter(self._pool.models, model, found.lora_name)
             if found.unloads and path in _GENERATING:
                 _keep(model, found.keep_alive)
                 await _unloaded(found, path)(request.scope, request.receive, send)

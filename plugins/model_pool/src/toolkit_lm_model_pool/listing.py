@@ -11,7 +11,7 @@ from typing import Any
 from toolkit_lm_server.errors import missing
 
 from toolkit_lm_model_pool.model import PooledModel
-from toolkit_lm_model_pool.names import find, may_use, names_of
+from toolkit_lm_model_pool.names import adapter_of, find, may_use, names_of
 from toolkit_lm_model_pool.pool import Pool
 from toolkit_lm_model_pool.schemas import ShowBody
 
@@ -38,7 +38,8 @@ class Listing:
 
     async def models(self) -> dict[str, Any]:
         """The models, with the state of each."""
-        cards = [self._card(model, name) for model in self._models() for name in names_of(model)]
+        models = list(self._pool.models.values())
+        cards = [self._card(model, name) for model in models for name in names_of(model)]
         return {"object": "list", "data": cards}
 
     async def model(self, model: str) -> dict[str, Any]:
@@ -46,7 +47,10 @@ class Listing:
         if not model:
             return await self.models()
         found = find(self._pool.models, model)
-        return self._card(found, model if model in names_of(found) else found.name)
+        names = [*names_of(found)]
+        return self._card(
+            found, model if model in names else adapter_of(found, model) or found.name
+        )
 
     async def running(self) -> dict[str, Any]:
         """The models that have a process, as llama-swap lists them."""
@@ -122,7 +126,7 @@ class Listing:
             "object": "model",
             "created": self._created,
             "owned_by": "toolkit-lm",
-            "root": model.entry.adapters.get(name, model.settings.config.model.model),
+            "root": model.adapters.get(name, model.settings.config.model.model),
             "parent": None if name == model.name else model.name,
             "max_model_len": _length(model),
             "aliases": model.entry.aliases,

@@ -22,6 +22,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.threads import in_thread
 
+from toolkit_lm_model_pool.adapters import Adapters
 from toolkit_lm_model_pool.durations import parse_seconds
 from toolkit_lm_model_pool.need import Need, memory_of, need_of
 
@@ -177,10 +178,21 @@ class PooledModel:
         self._uses = 0.0
         self._uses_at = 0.0
         self._stack = AsyncExitStack()
+        self._adapters = Adapters(entry.adapters)
 
     @property
     def name(self) -> str:
         return self.entry.name
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of its adapters by name, with those that were loaded since its start."""
+        return self._adapters.folders(self._running)
+
+    @property
+    def _running(self) -> AsyncLLM | None:
+        """The engine, once it has been ready."""
+        return None if self.app is None else self.engine
 
     @property
     def charge(self) -> int:
@@ -316,7 +328,7 @@ class PooledModel:
 
             options = self.settings.server
             readiness = Readiness(engine)
-            return create_app(
+            made = create_app(
                 engine,
                 options,
                 metrics=metrics,
@@ -324,6 +336,8 @@ class PooledModel:
                 keys=keys,
                 memory=memory,
             )
+            self._adapters.restore(engine)
+            return made
 
         engine = self.engine = await asyncio.wrap_future(in_thread(make))
         app = await asyncio.wrap_future(in_thread(lambda: make_app(engine)))
@@ -343,6 +357,7 @@ class PooledModel:
     async def stop(self) -> None:
         """Ends the engine, and forgets its routes."""
         engine = self.engine
+        self._adapters.remember(self._running)
         self.app = self.metrics = None
         try:
             await self._stack.aclose()

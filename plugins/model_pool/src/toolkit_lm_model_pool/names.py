@@ -38,6 +38,7 @@ class _Named(Struct):
     prompt: Any = UNSET
     messages: Any = UNSET
     stream: Any = UNSET
+    lora_name: Any = UNSET
 
 
 class Asked(Struct, frozen=True):
@@ -51,6 +52,8 @@ class Asked(Struct, frozen=True):
     """The body has neither a prompt nor messages."""
     streams: bool = False
     """The body asks for a stream."""
+    lora_name: str | None = None
+    """The adapter that the body would load. None: it names none."""
 
     @property
     def unloads(self) -> bool:
@@ -86,6 +89,7 @@ async def asked(request: Request, body: bytes, bodies: Bodies) -> Asked:
         None if keep_alive is UNSET else keep_alive,
         not any(value is not UNSET and value for value in asks),
         found.get("stream", UNSET) is True,
+        loaded if isinstance(loaded := found.get("lora_name"), str) else None,
     )
 
 
@@ -119,21 +123,59 @@ def may_use(model: PooledModel) -> bool:
 
 
 def names_of(model: PooledModel) -> Iterator[str]:
-    """The names of a model that the caller's key may see and use."""
-    yield model.name
-    yield from model.entry.aliases
-    yield from filter(CALLER.get().may_use, model.entry.adapters)
+    """The names of a model that the caller's key may see and use: its own, and its adapters'. A key
+    that is limited to the name of an adapter has that adapter alone."""
+    caller = CALLER.get()
+    is_whole = may_use(model)
+    if is_whole:
+        yield model.name
+        yield from model.entry.aliases
+    for name in model.adapters:
+        if caller.may_use(name) and (is_whole or caller.may_use_model([name])):
+            yield name
+
+
+def adapter_of(model: PooledModel, name: str | None) -> str | None:
+    """The adapter of a model that a name means. None: it means the model."""
+    own = (model.name, *model.entry.aliases)
+    for spelled in (name, name and name.removesuffix(_TAG)):
+        if spelled in own:
+            return None
+        if spelled in model.adapters:
+            return spelled
+    return None
+
+
+def check_new_adapter(models: Mapping[str, PooledModel], model: PooledModel, name: str) -> None:
+    """Raises ApiError (400) where an adapter that a model is to have would have a name of
+    another."""
+    for other in models.values():
+        own = (other.name, *other.entry.aliases)
+        if name in own or (other is not model and name in other.adapters):
+            raise ApiError(
+                400,
+                f"The adapter {printable(name)!r} cannot be loaded: the model {other.name!r} has "
+                "this name, or an adapter of this name. Give it another.",
+                param="lora_name",
+            )
+
+
+def _known(models: Mapping[str, PooledModel]) -> dict[str, PooledModel]:
+    """Models by the names that the caller's key may use. An entry's names come before those of
+    adapters that were loaded since."""
+    known = {name: model for model in models.values() for name in names_of(model)}
+    for model in filter(may_use, models.values()):
+        known |= dict.fromkeys((model.name, *model.entry.aliases), model)
+    return known
 
 
 def find(models: Mapping[str, PooledModel], name: str | None) -> PooledModel:
     """The model of a name. A request that names none gets the only one. Raises ApiError (404) with
     the nearest names, and (400)."""
-    known = {
-        other: model for model in models.values() if may_use(model) for other in names_of(model)
-    }
+    known = _known(models)
     if name is None:
-        if len(models) == 1 and known:
-            return next(iter(known.values()))
+        if len(models) == 1 and (only := next(iter(models.values()))) and may_use(only):
+            return only
         shown = ", ".join(map(repr, list(known)[:_MOST_NAMES]))
         raise ApiError(
             400,

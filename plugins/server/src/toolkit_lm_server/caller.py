@@ -28,6 +28,9 @@ class Caller(Struct):
     """Patterns of the names of adapters that the key may see and use. None: all."""
     models: tuple[str, ...] | None = None
     """Patterns of the names of models that the key may see and use. None: all."""
+    adapter: str | None = None
+    """The adapter that requests have as their model which name none. Set where the name of an
+    adapter has led to this server's engine."""
     unknown: Any = None
     """The body's unknown fields, as UnknownFields. None outside of a request, where a body must
     have none."""

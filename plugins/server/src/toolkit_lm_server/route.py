@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from glob import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
@@ -18,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 from toolkit_lm.errors import RequestError
 from toolkit_lm.renderer import MEDIA_OWNER
-from toolkit_lm_serving import ADAPTERS, CLIENT
+from toolkit_lm_serving import ADAPTER, ADAPTERS, CLIENT
 
 from toolkit_lm_server.caller import CALLER, KEY, Caller
 from toolkit_lm_server.errors import (
@@ -177,7 +178,7 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
         if (ready := route.readiness) is not None:
             if ready.draining or ready.engine.health().status != "ready":
                 raise ready.refusal()
-            _check_model(ready.engine, account)
+            _check_model(ready.engine, account, caller_of(request))
             if account is not None:
                 account.begin()
         return await handle(request)
@@ -185,12 +186,17 @@ def _admitted(route: ServerRoute, handle: Handle) -> Handle:
     return admitted
 
 
-def _check_model(engine: Watched, account: Account | None) -> None:
-    """Raises ApiError (404) where the key may not use the engine's model."""
+def _check_model(engine: Watched, account: Account | None, caller: Caller) -> None:
+    """Raises ApiError (404) where the key may not use the engine's model. One that may use it under
+    the name of an adapter alone is limited to that adapter."""
     config = getattr(engine, "config", None)
     if account is None or account.models is None or config is None:
         return
-    if not CALLER.get().may_use_model(config.served_model_names):
+    if caller.may_use_model(config.served_model_names):
+        return
+    if (adapter := caller.adapter) is not None and caller.may_use_model([adapter]):
+        caller.adapters = (escape(adapter),) if caller.may_use(adapter) else ()
+    else:
         raise ApiError(
             404,
             f"The key {account.name!r} may use no model of this server.",
@@ -303,6 +309,8 @@ def request_context(request: Request) -> dict[str, str]:
     context = {"route": route, "request_id": caller.request_id, CLIENT: caller.client}
     if caller.adapters is not None:
         context[ADAPTERS] = "\n".join(caller.adapters)
+    if caller.adapter is not None:
+        context[ADAPTER] = caller.adapter
     for name, most in _TRACE.items():
         value = request.headers.get(name, "")
         if 0 < len(value) <= most and value.isascii() and value.isprintable():
