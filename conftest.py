@@ -79,20 +79,18 @@ LONGEST = {
 
 
 def by_day(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """The cases of a matrix that `make test-all` runs: each value of each parameter once, in as few
-    cases as a greedy choice finds. Of one parameter: the first of each three."""
-    indices = [case.callspec.indices for case in cases]
-    # Arguments that change together are one parameter.
-    columns = {tuple(row[name] for row in indices) for name in indices[0]}
-    parameters = [column for column in columns if len(set(column)) > 1]
-    if len(parameters) < 2 or any(len(set(column)) == len(cases) for column in parameters):
-        return cases[::3]
+    """The cases of a matrix that `make test-all` runs: the first of each three, and as few more as
+    a greedy choice finds for the values of parameters that those lack."""
+    rows = [case.callspec.params for case in cases]
+    # Cases share the objects that a parameter has as values.
+    columns = [[id(row[name]) for row in rows] for name in rows[0]]
+    parameters = [column for column in columns if len(set(column)) < len(cases)]
     values = [
         {(parameter, column[case]) for parameter, column in enumerate(parameters)}
         for case in range(len(cases))
     ]
-    missing = set().union(*values)
-    chosen = []
+    missing = set().union(*values).difference(*values[::3])
+    chosen = cases[::3]
     while missing:
         best = max(range(len(cases)), key=lambda case: len(values[case] & missing))
         chosen.append(cases[best])
