@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import random
 import statistics
@@ -212,6 +213,9 @@ def prefill_rate(system: Toolkit | Transformers, seed: int) -> float:
 
 def measure(folder: Path, shape: str, runs: int) -> None:
     systems = [toolkit(folder, shape), Transformers(folder)]
+    # Else a collection of all that both have imported falls into a run of either.
+    gc.collect()
+    gc.freeze()
     for name, rate in (("decode", decode_rate), ("prefill", prefill_rate)):
         found: dict[str, list[float]] = {system.name: [] for system in systems}
         for run in range(runs + 1):

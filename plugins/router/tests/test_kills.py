@@ -20,13 +20,62 @@ def servers() -> Iterator[tuple[list[Command], list[str], str]]:
     """Three servers and their router."""
     commands = [Command(*SERVE) for _ in range(3)]
     urls = [command.url() for command in commands]
-    words = [word for url in urls for word in ("--backend", url)]
-    router = Command("route", *words, "--port", "0", "--health-interval", "0.3")
+    router = route(urls)
     commands.append(router)
     yield commands, urls, router.url()
     for command in commands:
         if command.process.returncode is None:
             command.kill()
+
+
+def route(urls: Sequence[str]) -> Command:
+    words = [word for url in urls for word in ("--backend", url)]
+    return Command("route", *words, "--port", "0", "--health-interval", "0.3")
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.nightly)])
+async def test_a_killed_router_breaks_streams_that_another_answers(servers, count):
+    """None of its streams ends as if it were whole. Another router over the same servers gives each
+    the answer of an unbroken stream, and the servers go on with nothing that nobody reads."""
+    _, urls, _ = servers
+    routers = [route(urls), route(urls)]
+    try:
+        first, second = (router.url() for router in routers)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as client:
+            alone = [await ask(client, urls[0], *kind) for kind in KINDS]
+            begun: set[int] = set()
+            broken = []
+
+            async def answer(number: int) -> Any:
+                kind = KINDS[number % len(KINDS)]
+                try:
+                    return await ask(client, first, *kind, begun, number)
+                except aiohttp.ClientError:
+                    broken.append(number)
+                    return await ask(client, second, *kind)
+
+            asking = [asyncio.create_task(answer(number)) for number in range(count)]
+            while len(begun) < count // 2 and not all(task.done() for task in asking):
+                await asyncio.sleep(0.001)
+            routers[0].kill()
+            for number, got in enumerate(await asyncio.gather(*asking)):
+                assert got == alone[number % len(KINDS)]
+            assert broken
+            async with asyncio.timeout(60):
+                while any([await num_running(client, url) for url in urls]):
+                    await asyncio.sleep(0.05)
+    finally:
+        for router in routers:
+            if router.process.returncode is None:
+                router.kill()
+
+
+async def num_running(client: aiohttp.ClientSession, url: str) -> float:
+    async with client.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    found = re.search(r"^toolkit_lm_num_sequences_running(?:{.*})? (\S+)$", text, re.M)
+    assert found is not None, text
+    return float(found[1])
 
 
 async def test_a_kill_under_32_streams_loses_nothing(servers):
