@@ -147,7 +147,7 @@ def names(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
 
 def limits(port: int, **change: object) -> MediaLimits:
     return MediaLimits(
-        **{"max_bytes": 1000, "timeout": 5.0, "allowed_hosts": (f"{NAME}:{port}",), **change}
+        **{"max_bytes": 1000, "timeout": 30.0, "allowed_hosts": (f"{NAME}:{port}",), **change}
     )
 
 
