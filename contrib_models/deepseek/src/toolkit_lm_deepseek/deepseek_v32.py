@@ -81,7 +81,7 @@ class Indexer(nn.Module):
     def paired(self, x: Tensor) -> Tensor:
         """Dimensions [..., N] that are rotated together side by side, as attention has them: here
         they lie half of N apart. Products of queries and keys do not depend on the order."""
-        return x.reshape(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+        return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 class DeepseekV32Attention(DeepseekAttention):
