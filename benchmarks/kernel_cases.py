@@ -104,6 +104,7 @@ class Cases:
         for rows, adapters in ((1, 1), (32, 1), (32, 16)):
             name = f"product of {rows} rows, {adapters} adapters"
             yield name, self._adapted(number, dtype, rows, adapters)
+        yield "product of 64 rows, 8 weights", self._grouped(number, dtype)
         yield "packing", self._pack(number, dtype)
         yield "greedy token of a product, 8 rows", self._likeliest_output(number, dtype)
         yield "greedy token", self._likeliest(number, dtype)
@@ -372,6 +373,24 @@ class Cases:
             "size": 64,
         }
         return partial(self._kernels.rotate, number, **arguments)
+
+    def _grouped(self, number: int, dtype: str) -> Callable[[], object]:
+        """Each weight has 8 rows."""
+        kernels = self._kernels
+        rows = self._linear(dtype, 64, 0)
+        plain = (0,) * len(kernels.FIELDS["Quantized"])
+        weights = tuple((self._packed(number, dtype), 0, plain) for _ in range(8))
+        arguments = {
+            "ends": self._memory.integers("i", list(range(8, 72, 8))),
+            "biases": 0,
+            "bias_bytes": 0,
+            "element": SIZES[dtype],
+            **{name: rows[name] for name in ("x", "x_stride", "out")},
+            "codes": 0,
+            "code_bytes": 0,
+            **{name: rows[name] for name in ("inputs", "outputs", "activation", "is_gated")},
+        }
+        return partial(kernels.grouped, number, kernels.group(weights), **arguments)
 
     def _states(self, number: int) -> Iterator[Case]:
         for name, rows, length in (("decode", 8, 1), ("prefill", 1, 32)):

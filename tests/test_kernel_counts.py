@@ -26,6 +26,7 @@ NO_KERNELS = {
     "low_rank",
     "low_ranks",
     "row_groups",
+    "group",
 }
 """They compute nothing."""
 LEFT_OUT = {"run_layer"}
