@@ -195,6 +195,15 @@ def test_torch_comes_from_one_index_that_an_argument_names():
         assert source == "installer" and "-c /torch.txt" in body
 
 
+def test_a_base_image_and_an_index_of_pip_can_be_named_for_all_stages():
+    """Not every builder gives a stage the arguments of the one that it is made from."""
+    found = stages()
+    assert {source for source, _ in found.values()} == {"${BASE}", "installer", "base"}
+    installs = {name for name, (_, body) in found.items() if "pip install" in body}
+    assert installs == {name for name, (_, body) in found.items() if "ARG PIP_INDEX_URL" in body}
+    assert installs == {"wheels", "installer", "for-cpu", "for-cuda"}
+
+
 def test_the_context_has_what_the_stages_copy():
     """The ignore file leaves out all but what it names."""
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
@@ -306,3 +315,20 @@ def test_the_steps_of_an_image_run_in_its_context(tmp_path):
         distribution = "toolkit_lm_{}-*.whl"
         for extra in set(extras) - {"cuda"}:
             assert list(wheels.glob(distribution.format(extra))), extra
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("debootstrap", "buildah"))),
+    reason="a base image takes root, debootstrap and buildah",
+)
+def test_the_cpu_image_builds_and_serves():
+    """Without a registry of images: Debian's and Python's packages come from their mirrors."""
+    words = [sys.executable, DEPLOY / "build_image.py"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = re.findall(r"(?m)^stage (\S+): \d+ s, [\d.]+ [MG]B$", done.stdout)
+    assert built == ["wheels", "installer", "for-cpu", "base", "cpu"]
+    told = ("user 10001, no compilers", "without a key: refused", "with a key: healthy, ")
+    assert [line for line in told if line not in done.stdout] == []
