@@ -170,7 +170,7 @@ def measure(
 
 
 def goals_of(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each goal asks for, what was found, and whether it is met."""
+    """Goals: what each asks for, what was found, and whether it is met."""
     slowest = figures["slowest_load"]
     found = {
         "wrong answers": (len(figures["wrong"]), 0),

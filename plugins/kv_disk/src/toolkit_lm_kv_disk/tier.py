@@ -248,7 +248,7 @@ class DiskTier(LruTier, WritingTier):
         return Prefixes(found, self._named.num_bytes, self._named.most_bytes)
 
     def place_of(self, name: str) -> OnDisk | None:
-        """Where the blocks of a named prefix are; None: there is none of this name."""
+        """Places of the blocks of a named prefix; None: there is none of this name."""
         assert self._named is not None, "a tier that is on has names"
         entry = self._named.entries.get(name)
         place = self._place

@@ -19,7 +19,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 
 
 class Address(NamedTuple):
-    """Where the server is."""
+    """Address of the server."""
 
     host: str
     port: int

@@ -31,7 +31,7 @@ _GAUGES = {
 
 
 class TransferFigures(Collector):
-    """What is offered, sent, fetched and missed, over all engines and ranks."""
+    """Blocks offered, sent, fetched and missed, over all engines and ranks."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine

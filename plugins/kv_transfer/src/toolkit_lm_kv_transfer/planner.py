@@ -138,7 +138,7 @@ class TransferPlanner(Planner):
         return (request.num_prompt_tokens - 1) // border * border
 
     def _contents(self, seq: Sequence, num_tokens: int) -> list[Content]:
-        """What a cached prefix of so many tokens needs."""
+        """Needs of a cached prefix of so many tokens."""
         return [
             (group.index, digest)
             for group in self.engine.scheduler.blocks.groups

@@ -25,7 +25,7 @@ def short(digest: bytes) -> int:
 
 
 class Asked(Struct, frozen=True, array_like=True):
-    """What a request asks for."""
+    """A request's wishes."""
 
     offers: bool = False
     """Its blocks are offered to peers."""
