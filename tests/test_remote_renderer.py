@@ -252,12 +252,13 @@ def num_threads() -> int:
     return sum(one.name != "slow" for one in threading.enumerate())
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until_waiting(slow: SlowServer, number: int) -> None:
+    """Raises AssertionError where other than `number` requests wait at last."""
     for _ in range(1000):
-        if holds():
+        if slow.waiting == number:
             return
         await asyncio.sleep(0.02)
-    raise AssertionError("it does not come to that")
+    assert slow.waiting == number
 
 
 async def answered(llm: AsyncLLM, prompt: object, **options) -> list[int]:
@@ -271,7 +272,7 @@ async def test_two_hundred_requests_wait_for_a_slow_renderer_without_a_thread_ea
     async with AsyncLLM(config) as llm:
         await answered(llm, {"prompt_token_ids": [5, 6]})
         asked = [asyncio.ensure_future(answered(llm, f"prompt {number}")) for number in range(200)]
-        await until(lambda: slow.waiting == 128)
+        await until_waiting(slow, 128)
         # The event loop's pool has a few threads for work, and all of them are free.
         assert num_threads() < 50
         assert await asyncio.wait_for(answered(llm, {"prompt_token_ids": [8, 9]}), 20) == [8, 9]
@@ -285,7 +286,7 @@ async def test_who_leaves_while_a_prompt_is_rendered_closes_the_connection(slow)
     async with AsyncLLM(config) as llm:
         asked = asyncio.ensure_future(answered(llm, "once"))
         many = asyncio.ensure_future(anext(llm.generate_many(["one", "two"], GREEDY)))
-        await until(lambda: slow.waiting == 3)
+        await until_waiting(slow, 3)
         for one in (asked, many):
             one.cancel()
         await asyncio.gather(asked, many, return_exceptions=True)

@@ -79,6 +79,7 @@ def test_they_take_turns(ask):
 FAILURES = {
     "cannot be reached": httpx.ConnectError("no"),
     "is too slow": httpx.ReadTimeout("slow"),
+    "takes no connection": httpx.ConnectTimeout("slow"),
     "has an error": httpx.Response(500),
     "wants a key": httpx.Response(401, json=REFUSAL),
     "knows no such route": httpx.Response(404, json=REFUSAL),
@@ -102,7 +103,9 @@ def test_the_next_one_is_asked_where_one_fails(how, ask):
     assert asked.count("a") == (1 if rests else 2)
 
 
-@pytest.mark.parametrize("how", ["cannot be reached", "is too slow", "is busy"])
+@pytest.mark.parametrize(
+    "how", ["cannot be reached", "is too slow", "takes no connection", "is busy"]
+)
 def test_none_answers(how, ask):
     made, asked = servers(a=FAILURES[how], b=FAILURES[how])
     with pytest.raises(
@@ -168,6 +171,24 @@ def test_a_connection_that_breaks_off_is_tried_once_more(ask):
     for _ in range(3):
         assert ask(made) == [5]
     assert asked.count("a") == 2
+
+
+def test_a_loop_that_stood_still_blames_no_server(ask):
+    """Connections time out unseen while a loop does other work: they are made again."""
+    made, asked = servers(a=lambda: next(answers)())
+    made._connect = 0.01
+
+    def stood_still():
+        time.sleep(0.2)
+        raise httpx.ConnectTimeout("late")
+
+    answers = iter([stood_still, lambda: GOOD])
+    assert ask(made) == [5]
+    assert asked == ["a", "a"]
+    made, asked = servers(a=httpx.ConnectTimeout("in time"))
+    with pytest.raises(UnreachableError, match="it took no connection within 2 s"):
+        ask(made)
+    assert asked == ["a"]
 
 
 class Odd(BaseHTTPRequestHandler):

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 _ACCEPTED = f"{MSGPACK[0]}, application/json;q=0.5"
 _REST = 5.0
 """Seconds for which a server that failed is asked after the others."""
+_LATE = 0.1
+"""Seconds by which an event loop may look at a connection late. One that looks later stood still:
+its connections timed out unseen, and the server is not to blame."""
 _CONNECTIONS = 128
 _MOST_ERROR = 2**16
 """Bytes of an answer that says what is wrong."""
@@ -56,8 +59,8 @@ class _FailedError(Exception):
         self.too_large = too_large
         """It answered with more than is read of what may be a right answer."""
         self.again = again
-        """The connection may have been an old one that the server had given up: the same server is
-        asked once more."""
+        """The connection may have been an old one that the server had given up, or nobody looked at
+        it in time: the same server is asked once more."""
 
 
 class _Body(NamedTuple):
@@ -86,6 +89,7 @@ class RenderServers:
         if not (0 < connect_timeout < float("inf") and 0 < timeout < float("inf")):
             raise ConfigError("timeouts of renderer_remote must be positive numbers of seconds.")
         self._timeout = timeout
+        self._connect = min(connect_timeout, timeout)
         # Answers that are compressed could be of any size.
         headers = {
             "accept": _ACCEPTED,
@@ -96,7 +100,7 @@ class RenderServers:
             headers["authorization"] = f"Bearer {api_key}"
         options: dict[str, Any] = {
             "headers": headers,
-            "timeout": httpx.Timeout(timeout, connect=min(connect_timeout, timeout)),
+            "timeout": httpx.Timeout(timeout, connect=self._connect),
             "limits": httpx.Limits(
                 max_connections=_CONNECTIONS,
                 max_keepalive_connections=_CONNECTIONS,
@@ -164,7 +168,8 @@ class RenderServers:
         """An answer, which is read no further than to `most` bytes, and for no longer than the
         timeout. Raises _FailedError."""
         deadline = time.monotonic() + self._timeout
-        with _failing(self._timeout), self._client.stream("POST", url, content=body) as response:
+        failing = _failing(self._timeout, self._connect)
+        with failing, self._client.stream("POST", url, content=body) as response:
             reading = _Reading(response, most, deadline, self._timeout)
             for part in response.iter_raw():
                 reading.add(part)
@@ -175,7 +180,7 @@ class RenderServers:
     ) -> _Body:
         """Awaitable form of `_post`."""
         deadline = time.monotonic() + self._timeout
-        with _failing(self._timeout):
+        with _failing(self._timeout, self._connect):
             async with client.stream("POST", url, content=body) as response:
                 reading = _Reading(response, most, deadline, self._timeout)
                 async for part in response.aiter_raw():
@@ -276,10 +281,18 @@ class _Reading:
 
 
 @contextmanager
-def _failing(timeout: float) -> Iterator[None]:
-    """Turns an error of the connection into a _FailedError."""
+def _failing(timeout: float, connect: float) -> Iterator[None]:
+    """Turns an error of the connection into a _FailedError. `timeout`, `connect`: seconds for an
+    answer and for the connection."""
+    started = time.monotonic()
     try:
         yield
+    except httpx.ConnectTimeout:
+        raise _FailedError(
+            f"it took no connection within {connect:g} s",
+            answered=False,
+            again=time.monotonic() > started + connect + _LATE,
+        ) from None
     except httpx.TimeoutException:
         raise _FailedError(f"it gave no answer within {timeout:g} s", answered=False) from None
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
