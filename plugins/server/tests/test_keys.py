@@ -111,7 +111,8 @@ def test_minutes_go_by():
         account.begin()
     now[0] = 1.5
     account.begin()
-    account.used(1200)
+    with account.run(1, 100) as reservation:
+        reservation.used(1200)
     now[0] = 60.0
     with pytest.raises(ApiError, match=r"tokens_per_minute is 600. Try again in") as error:
         account.begin()
@@ -122,6 +123,46 @@ def test_minutes_go_by():
         account.begin()
     with pytest.raises(ApiError):
         account.begin()
+
+
+def test_tokens_are_reserved_at_admission():
+    now = [0.0]
+    account = Keys([ApiKey(name="a", key="k", tokens_per_minute=600)], lambda: now[0]).accounts["a"]
+    told = "tokens_per_minute is 600. The request may take 200 tokens. Try again in 11 s."
+    with account.run(1, 500) as first:
+        first.used(30)
+        with pytest.raises(ApiError, match=told), account.run(1, 200):
+            pass
+        with account.run(1, 100):
+            pass
+    with account.run(1, 200) as second:
+        second.used(1000)
+    with pytest.raises(ApiError), account.run(1, 1):
+        pass
+    now[0] = 43.1
+    # 570 were left, then 1000 taken: 430 are owed, which is 43 s.
+    with account.run(1, 1):
+        pass
+    now[0] = 200.0
+    with account.run(1, 10_000), pytest.raises(ApiError), account.run(1, 1):
+        pass
+    with account.run(1, 600):
+        pass
+
+
+async def test_requests_at_once_do_not_overdraw_a_minute(engine, client_of, options):
+    """Bob's requests take 5 tokens each, of 10 a minute."""
+    async with client_of(create_app(engine, options)) as client:
+        hanging = [
+            asyncio.create_task(ask(client, "bob", prompt="a hang", max_tokens=4)) for _ in range(2)
+        ]
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(*(ask(client, "bob", max_tokens=4) for _ in range(5)))
+        assert {answer.status_code for answer in answers} == {429}
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_key_keeps_what_it_has_used():
     keys = Keys([ApiKey(name="alice", key="old", requests_per_minute=1)], clock=lambda: 0.0)
     account = keys.accounts["alice"]
     account.begin()
-    with account.run(3):
+    with account.run(3, 0):
         keys.replace([ApiKey(name="alice", key="new", requests_per_minute=1)])
         assert keys.find("Bearer new") is account
         with pytest.raises(ApiError, match="requests_per_minute is 1"):
@@ -118,7 +118,7 @@ def test_a_key_keeps_what_it_has_used():
         limits = {"requests_per_minute": 2, "max_sequences": 4}
         keys.replace([ApiKey(name="alice", key="new", **limits)])
         account.begin()
-        with pytest.raises(ApiError, match="max_sequences is 4"), account.run(2):
+        with pytest.raises(ApiError, match="max_sequences is 4"), account.run(2, 0):
             pass
     with pytest.raises(ApiError):
         keys.find("Bearer old")

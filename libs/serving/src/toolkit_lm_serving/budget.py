@@ -15,8 +15,15 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import listed
 
 from toolkit_lm_serving import CLIENT
-from toolkit_lm_serving.accounts import Account, Asked
-from toolkit_lm_serving.cost import Cost, generation_cost, pooling_cost, rendering_cost
+from toolkit_lm_serving.accounts import Account, Asked, counted
+from toolkit_lm_serving.cost import (
+    OPEN_END,
+    Cost,
+    generation_cost,
+    pooling_cost,
+    rendering_cost,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from toolkit_lm import AsyncLLM
@@ -304,12 +311,13 @@ class BudgetedLLM(BudgetedModel):
         many = listed(prompts)
         account = self._account(options)
         paid = self._budget.spend(self._pooling(many, pooling_params, options), _client(options))
-        with paid, nullcontext() if account is None else account.run(len(many)):
+        running = nullcontext() if account is None else account.run(len(many), tokens_of(many))
+        with paid, running as reservation:
             outputs = await self._engine.encode_many(
                 many, pooling_params, request_ids=request_ids, names=names, **options
             )
-        if account is not None:
-            account.used(sum(len(output.prompt_token_ids) for output in outputs))
+            if reservation is not None:
+                reservation.used(sum(len(output.prompt_token_ids) for output in outputs))
         return outputs
 
     def _pooling(
@@ -357,8 +365,10 @@ class BudgetedLLM(BudgetedModel):
             cost = generation_cost(prompts, params, max_model_len, self._measure, self._at_once)
             paid.enter_context(self._budget.spend(cost, _client(options), len(prompts)))
             if account is not None:
-                paid.enter_context(account.run(len(prompts) * params.num_sequences))
-                outputs = account.counted(outputs, params.output_kind, each)
+                num_sequences = len(prompts) * params.num_sequences
+                num_tokens = tokens_of(prompts) + num_sequences * (params.max_tokens or OPEN_END)
+                reservation = paid.enter_context(account.run(num_sequences, num_tokens))
+                outputs = counted(outputs, params.output_kind, each, reservation)
             if self._asked is not None:
                 self._asked(params.max_tokens, len(prompts))
             return cast(AsyncGenerator[Output, None], _Paid(outputs, paid.pop_all().close))

@@ -32,6 +32,10 @@ _ENTRY = 40
 _MESSAGE = 64
 """Bytes of memory for a message without its content. Messages are read, checked and copied for the
 template."""
+OPEN_END = 256
+"""Tokens that a sequence without max_tokens is expected to have."""
+_PER_TOKEN = 4
+"""Bytes of text that a token has on average."""
 _MEDIA = "images and other media"
 
 
@@ -129,6 +133,14 @@ def pooling_cost(
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
         "inputs x result": vectors * size * _NUMBER,
     }
+
+
+def tokens_of(prompts: Sequence[object]) -> int:
+    """Returns how many tokens prompts are expected to have: token ids as many as they are, texts by
+    their bytes, media none."""
+    return sum(
+        _size(prompt) if _is_tokens(prompt) else _size(prompt) // _PER_TOKEN for prompt in prompts
+    )
 
 
 def _entries(asked: int | None) -> int:

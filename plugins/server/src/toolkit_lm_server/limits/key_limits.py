@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
 
 from msgspec import Meta, Struct, structs
-from toolkit_lm.outputs import RequestOutput
-from toolkit_lm.params import RequestOutputKind
 
 from toolkit_lm_server.errors import ApiError
 
-Output = TypeVar("Output")
 Limit = Annotated[int, Meta(ge=1)] | None
 """A limit of at least 1. None: no limit."""
 
@@ -25,8 +22,8 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[!-~]+$")]
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
-    """Tokens of prompts and outputs per minute. A request's tokens are known when it has run, and
-    delay the next one."""
+    """Tokens of prompts and outputs per minute. A request reserves what it may take, and gives back
+    what it has not taken."""
     max_sequences: Limit = None
     """Sequences at a time, which are prompts x n."""
     adapters: tuple[Annotated[str, Meta(min_length=1, pattern=r"^[^\n]+$")], ...] | None = None
@@ -48,11 +45,35 @@ class _Bucket:
     def charge(self, amount: int) -> None:
         self._level -= amount
 
-    def wait(self, now: float) -> float:
-        """Seconds until the next unit can be charged."""
+    def wait(self, now: float, amount: int = 1) -> float:
+        """Seconds until `amount`, or a whole minute's, can be charged."""
         self._level = min(self._most, self._level + (now - self._then) * self._most / 60)
         self._then = now
-        return max(0.0, 1 - self._level) * 60 / self._most
+        return max(0.0, min(amount, self._most) - self._level) * 60 / self._most
+
+
+class _Reservation:
+    """Tokens that a request has reserved. Those that it takes beyond them are charged as they
+    come."""
+
+    def __init__(self, bucket: _Bucket | None, num_tokens: int) -> None:
+        self._bucket = bucket
+        self._charged = 0
+        self._used = 0
+        self._charge(num_tokens)
+
+    def _charge(self, num_tokens: int) -> None:
+        self._charged += num_tokens
+        if self._bucket is not None:
+            self._bucket.charge(num_tokens)
+
+    def used(self, num_tokens: int) -> None:
+        self._used += num_tokens
+        self._charge(max(0, self._used - self._charged))
+
+    def end(self) -> None:
+        """Gives back what was not taken."""
+        self._charge(self._used - self._charged)
 
 
 class Account:
@@ -95,11 +116,11 @@ class Account:
         self._charge("requests_per_minute", 1)
 
     @contextmanager
-    def run(self, num_sequences: int) -> Iterator[None]:
-        """Counts sequences as running, until the end of the `with` block.
+    def run(self, num_sequences: int, num_tokens: int) -> Iterator[_Reservation]:
+        """Counts sequences as running, and reserves tokens, until the end of the `with` block.
 
-        Raises ApiError: (400) for more than the key may ever have, (429) where they are too many
-        beside the others.
+        Raises ApiError: (400) for more sequences than the key may ever have, (429) where they are
+        too many beside the others, or the tokens are more than a minute has left.
         """
         most = self._key.max_sequences
         if most is not None and num_sequences > most:
@@ -110,50 +131,26 @@ class Account:
             raise ApiError(400, message, code="rate_limit_exceeded")
         if most is not None and self._num_sequences + num_sequences > most:
             self._refuse("max_sequences", most, 1.0)
+        bucket = self._buckets.get("tokens_per_minute")
+        if bucket is not None and (seconds := bucket.wait(self._clock(), num_tokens)):
+            needs = f" The request may take {num_tokens} tokens."
+            self._refuse("tokens_per_minute", self._key.tokens_per_minute or 0, seconds, needs)
         self._num_sequences += num_sequences
+        reservation = _Reservation(bucket, num_tokens)
         try:
-            yield
+            yield reservation
         finally:
             self._num_sequences -= num_sequences
-
-    def _count(
-        self, output: RequestOutput, counted: dict[str, int], kind: RequestOutputKind
-    ) -> None:
-        """Counts the tokens of a request's output. `counted`: tokens counted so far, by request."""
-        tokens = sum(len(sequence.token_ids) for sequence in output.outputs)
-        before = counted.get(output.request_id)
-        if before is None:
-            self.used(output.num_prompt_tokens)
-        self.used(tokens if kind is RequestOutputKind.DELTA else tokens - (before or 0))
-        counted[output.request_id] = tokens
-
-    async def counted(
-        self,
-        outputs: AsyncGenerator[Output, None],
-        kind: RequestOutputKind,
-        each: Callable[[Output], list[RequestOutput]],
-    ) -> AsyncGenerator[Output, None]:
-        """Passes `outputs` on, and counts their tokens. `each`: the requests' outputs in one
-        item."""
-        counted: dict[str, int] = {}
-        async with aclosing(outputs):
-            async for batch in outputs:
-                for output in each(batch):
-                    self._count(output, counted, kind)
-                yield batch
-
-    def used(self, num_tokens: int) -> None:
-        """Counts tokens of prompts or outputs that were computed."""
-        self._charge("tokens_per_minute", num_tokens)
+            reservation.end()
 
     def _charge(self, name: str, amount: int) -> None:
         if name in self._buckets:
             self._buckets[name].charge(amount)
 
-    def _refuse(self, name: str, limit: int, seconds: float) -> None:
+    def _refuse(self, name: str, limit: int, seconds: float, needs: str = "") -> None:
         headers = {"Retry-After": str(int(seconds) + 1)}
         message = (
-            f"The key {self.name!r} has met its limit: {name} is {limit}. Try again in "
+            f"The key {self.name!r} has met its limit: {name} is {limit}.{needs} Try again in "
             f"{int(seconds) + 1} s."
         )
         raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
