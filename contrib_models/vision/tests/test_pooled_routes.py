@@ -102,6 +102,7 @@ async def test_conversations_with_pictures(tmp_path):
     subject = theirs, tmp_path, images, read
     content = [part_of(pixels), {"type": "text", "text": "Say it."}]
     body = {"messages": [{"role": "user", "content": content}]}
+    said = [{"role": "user", "content": "Say it."}]
     found = await answers(
         tmp_path,
         [
@@ -110,10 +111,11 @@ async def test_conversations_with_pictures(tmp_path):
             ("/v1/embeddings", {"input": [{"content": content}, "text"]}),
             ("/pooling", {**body, "task": "embed"}),
             ("/v1/embeddings", {**body, "truncate_prompt_tokens": 4}),
+            ("/v1/embeddings", {"messages": [said, body["messages"]]}),
         ],
         runner="pooling",
     )
-    assert [status for status, _ in found] == [200, 200, 200, 200, 400], found
+    assert [status for status, _ in found] == [200, 200, 200, 200, 400, 200], found
     expected = [
         unit(hidden_states(subject, text, [pixels])[-1])
         for text in (f"[user]{ITEM}Say it.", f"[user]{ITEM}Say it.[assistant]")
@@ -122,6 +124,9 @@ async def test_conversations_with_pictures(tmp_path):
         assert np.abs(np.array(answer["data"][0]["embedding"]) - wanted).max() < 1e-4
     assert np.abs(np.array(found[3][1]["data"][0]["data"]) - expected[0]).max() < 1e-4
     assert "prompts with media are not truncated" in found[4][1]["error"]["message"]
+    plain = unit(hidden_states(subject, "[user]Say it.", [])[-1])
+    for item, wanted in zip(found[5][1]["data"], (plain, expected[0]), strict=True):
+        assert np.abs(np.array(item["embedding"]) - wanted).max() < 1e-4
 
 
 BAD = [

@@ -410,6 +410,58 @@ async def test_a_conversation(engine_of, client_of, path):
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
+TALKS = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+    [{"role": "user", "content": "bye"}],
+]
+EACH = {
+    "/v1/embeddings": lambda item: item["embedding"],
+    "/pooling": lambda item: item["data"],
+    "/classify": lambda item: item["probs"],
+}
+
+
+@pytest.mark.parametrize("field", ["messages", "input"])
+@pytest.mark.parametrize("path", EACH)
+async def test_several_conversations(engine_of, client_of, path, field):
+    """Each has a result, which is that of the text that comes of it. `input` takes messages, too,
+    as in vLLM."""
+    name = "classifier" if path == "/classify" else "embedder"
+    task = {"task": "embed"} if path == "/pooling" else {}
+    async with client_of(app_of(engine_of(name, chat_template=TEMPLATE), max_inputs=2)) as client:
+
+        async def ask(status=200, **fields):
+            reply = await client.post(path, json={**task, **fields})
+            assert reply.status_code == status, reply.text
+            return reply.json()
+
+        async def check(expected, **fields):
+            found = await ask(**fields)
+            assert [item["index"] for item in found["data"]] == list(range(len(expected)))
+            texts = await ask(input=expected)
+            assert found["usage"] == texts["usage"]
+            for item, other in zip(found["data"], texts["data"], strict=True):
+                assert np.allclose(EACH[path](item), EACH[path](other), atol=1e-5)
+
+        await check(["hi;yo;", "bye;"], **{field: TALKS})
+        await check(["hi;yo;bot", "bye;bot"], **{field: TALKS, "add_generation_prompt": True})
+        await check(["bye;"], **{field: TALKS[1]})
+        await check(["bye;"], **{field: [TALKS[1]]})
+
+        [said] = TALKS[1]
+        for value, message in (
+            ([*TALKS, TALKS[0]], f"{field} has 3 items; this server takes at most 2"),
+            ([said, TALKS[0]], f"{field}[1] is of another kind: it must be a message"),
+            ([TALKS[0], said], f"{field}[1] is of another kind: it must be a list of messages"),
+            ([TALKS[0], []], f"{field}[1] must be a list of messages, with at least one"),
+            ([TALKS[0], [{"content": "a"}]], f"{field}[1]: "),
+            ([TALKS[0], [{"role": "user", "content": "x" * 200}]], f"{field}[1]: the prompt has"),
+        ):
+            error = (await ask(400, **{field: value}))["error"]
+            assert message in error["message"], error
+            assert error["param"] == field
+
+
 async def test_inputs_without_special_tokens(ask):
     async def asked(**fields):
         reply = (await ask("encoder", "/v1/embeddings", **fields)).json()

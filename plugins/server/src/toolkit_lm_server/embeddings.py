@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import side_by_side
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.prompts import Prompt, TokensPrompt
+from toolkit_lm.prompts import Conversation, Prompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.engines import Engines
@@ -252,7 +253,8 @@ class Embeddings:
         self, engine: ServingEngine, body: InputBody, request: Request, params: PoolingParams
     ) -> list[PoolingRequestOutput]:
         body.check_input()
-        if body.messages is None:
+        conversations = await aside(body.conversations, self._options.max_inputs)
+        if not conversations:
             prompts, names = await aside(read_inputs, body.input, self._options.max_inputs)
             if body.add_special_tokens is False:
                 prompts = await self._bare(engine, body, prompts, request)
@@ -260,12 +262,13 @@ class Embeddings:
         options = body.render_options()
         context = {"context": request_context(request)}
         # Images and other media take memory until they are computed.
-        with engine.hold_rendering([(body.messages, options)], context):
-            rendered = await engine.renderer.render_conversation_async(body.messages, **options)
-            prompt = TokensPrompt(prompt_token_ids=rendered.token_ids)
-            if rendered.features:
-                prompt["features"] = rendered.features
-            inputs = Inputs([prompt], ["messages"])
+        held = [(messages, options) for messages in conversations.values()]
+        with engine.hold_rendering(held, context):
+            rendered = await side_by_side(
+                _rendered(engine, messages, name, options)
+                for name, messages in conversations.items()
+            )
+            inputs = Inputs(rendered, [*conversations])
             return await self._pooled(engine, body, request, params, inputs)
 
     async def _pooled(
@@ -311,6 +314,24 @@ class Embeddings:
             for index, rendered_text in zip(texts, rendered, strict=True)
         }
         return [bare.get(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+async def _rendered(
+    engine: ServingEngine, messages: Conversation, name: str, options: Mapping[str, Any]
+) -> Prompt:
+    """The tokens of a conversation. Raises RequestError that begins with `name`, the conversation's
+    among several."""
+    try:
+        rendered = await engine.renderer.render_conversation_async(messages, **options)
+    except RequestError as error:
+        if error.param == "messages" and name != "messages":
+            error.args = (f"{name}: {error}",)
+            error.param = name.partition("[")[0]
+        raise
+    prompt = TokensPrompt(prompt_token_ids=rendered.token_ids)
+    if rendered.features:
+        prompt["features"] = rendered.features
+    return prompt
 
 
 def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:

@@ -25,8 +25,10 @@ EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 Media = dict[str, Any]
 """{"text": text}; {"image": URL}; or {"content": [parts of a message]}."""
-AnyInput = Annotated[str | Media | list[int] | list[str | list[int] | Media], SkipValidation]
-"""Inputs that `read_inputs` checks. Its errors name the wrong one."""
+AnyInput = Annotated[
+    str | Media | list[int] | list[str | list[int] | list[AnyMessage] | Media], SkipValidation
+]
+"""Inputs that `read_inputs` or `read_conversations` checks. Their errors name the wrong one."""
 _FORMS = (
     'must be a text, {"text": text}, {"image": URL} or {"content": [parts of a message]}, each '
     "alone."
@@ -58,25 +60,32 @@ class PoolingBody(EngineBody):
 
 
 class InputBody(PoolingBody, RenderBody):
-    """Inputs, or one conversation in their place. The conversation is rendered without a generation
+    """Inputs, or conversations in their place. Conversations are rendered without a generation
     prompt."""
 
     input: AnyInput | None = None
     """The inputs: a text, a list of token ids, {"image": URL} or {"content": [parts of a message]};
-    or a list of these."""
-    messages: Items[AnyMessage] | None = None
-    """A conversation, in place of inputs."""
+    or a list of these. Messages with roles are read as `messages`."""
+    messages: Items[AnyMessage | Items[AnyMessage]] | None = None
+    """A conversation, in place of inputs; or a list of conversations."""
     prompt_name: str | None = None
     """The name of a prompt of the checkpoint's, which each input gets before it."""
 
     def check_input(self) -> None:
-        """Raises ApiError or RequestError unless the body has either inputs or a conversation."""
-        if self.messages is None:
-            if self.input is None:
-                raise missing("input")
-            self.refuse_render_options()
-        elif self.input is not None:
+        """Raises ApiError or RequestError unless the body has either inputs or conversations."""
+        if self.messages is not None and self.input is not None:
             raise RequestError("Give either 'input' or 'messages'.", "input")
+        if self.messages is None and self.input is None:
+            raise missing("input")
+        if self.messages is None and not _has_roles(self.input):
+            self.refuse_render_options()
+
+    def conversations(self, most: int) -> dict[str, list[dict[str, Any]]]:
+        """The conversations by their names in errors. Empty where the body has inputs. Raises
+        RequestError for more than `most`."""
+        if self.messages is not None:
+            return read_conversations(self.messages, "messages", most)
+        return read_conversations(self.input, "input", most) if _has_roles(self.input) else {}
 
     def render_options(self) -> dict[str, Any]:
         return {"add_generation_prompt": False, **super().render_options()}
@@ -323,6 +332,36 @@ def _input(item: Any, name: str) -> Prompt:
     if not all(type(token) is int for token in item):
         raise RequestError(f"{name} must be a list of token ids.", "input")
     return TokensPrompt(prompt_token_ids=item)
+
+
+def _has_roles(value: Any) -> bool:
+    """Whether inputs are messages, or conversations, as vLLM takes them: the first has a role."""
+    for _ in range(2):
+        value = value[0] if isinstance(value, list) and value else value
+    return isinstance(value, dict) and "role" in value
+
+
+def read_conversations(value: Any, name: str, most: int) -> dict[str, list[dict[str, Any]]]:
+    """Conversations by their names in errors: `value` is one, or a list of them. Raises
+    RequestError."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a list of messages, or of conversations.", name)
+    kind = list if value and isinstance(value[0], list) else dict
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            other = "a message" if kind is dict else "a list of messages"
+            raise RequestError(
+                f"{name}[{index}] is of another kind: it must be {other}, as those before it.", name
+            )
+    if kind is dict:
+        return {name: value}
+    _check_list(value, name, most)
+    for index, messages in enumerate(value):
+        if not messages or not all(isinstance(message, dict) for message in messages):
+            raise RequestError(
+                f"{name}[{index}] must be a list of messages, with at least one.", name
+            )
+    return {f"{name}[{index}]": messages for index, messages in enumerate(value)}
 
 
 def read_texts(value: Any, name: str, most: int) -> list[str]:
