@@ -89,11 +89,11 @@ def pixtral(**fields: Any) -> Any:
     )
 
 
-def mistral3() -> Any:
+def mistral3(**tower: Any) -> Any:
     return Mistral3ForConditionalGeneration(
         Mistral3Config(
             vision_config=PixtralVisionConfig(
-                **{**TOWER, "num_attention_heads": 2}, image_size=56, patch_size=7
+                **{**TOWER, "num_attention_heads": 2, **tower}, image_size=56, patch_size=7
             ),
             text_config=MistralConfig(**TEXT, sliding_window=None),
             image_token_index=IMAGE,
@@ -107,8 +107,8 @@ def mistral3() -> Any:
 FAMILIES = {"idefics3": idefics3, "smolvlm": smolvlm, "pixtral": pixtral, "mistral3": mistral3}
 
 
-def random_tiled(family: str) -> Any:
-    model = FAMILIES[family]()
+def random_tiled(family: str, **fields: Any) -> Any:
+    model = FAMILIES[family](**fields)
     randomize(model)
     return model.eval()
 
@@ -154,8 +154,8 @@ class TiledSubject(Subject):
         return sides if random.integers(2) else sides[::-1]
 
 
-def make_tiled_subject(folder: Path, family: str, size: int = 56) -> TiledSubject:
-    model = random_tiled(family)
+def make_tiled_subject(folder: Path, family: str, size: int = 56, **fields: Any) -> TiledSubject:
+    model = random_tiled(family, **fields)
     model.save_pretrained(folder)
     if family in ("pixtral", "mistral3"):
         tokenizer = write_vision_tokenizer(folder, ROW_MARKS)

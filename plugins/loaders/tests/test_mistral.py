@@ -144,7 +144,8 @@ def test_a_folder_of_both_layouts(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"vision_encoder": {"hidden_size": 8}}, "vision_encoder is"),
+        ({"vision_encoder": {"hidden_size": 8}}, "vision_encoder lacks intermediate_size"),
+        ({"audio_encoder": {"hidden_size": 8}}, "audio_encoder is"),
         ({"yarn": {"factor": 4}}, "yarn is"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "quantization is"),
         (

@@ -32,6 +32,23 @@ _NAMES = tuple(
         ),
     )
 )
+_VISION_LAYER = r"vision_encoder\.transformer\.layers\.(\d+)\."
+_TOWER_LAYER = r"vision_tower.transformer.layers.\1."
+_VISION_NAMES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"{_VISION_LAYER}attention\.w([qkvo])\.", rf"{_TOWER_LAYER}attention.\2_proj."),
+        (rf"{_VISION_LAYER}feed_forward\.w1\.", rf"{_TOWER_LAYER}feed_forward.gate_proj."),
+        (rf"{_VISION_LAYER}feed_forward\.w2\.", rf"{_TOWER_LAYER}feed_forward.down_proj."),
+        (rf"{_VISION_LAYER}feed_forward\.w3\.", rf"{_TOWER_LAYER}feed_forward.up_proj."),
+        (rf"{_VISION_LAYER}(attention_norm|ffn_norm)\.", rf"{_TOWER_LAYER}\2."),
+        (r"vision_encoder\.(patch_conv|ln_pre)\.", r"vision_tower.\1."),
+        (r"vision_language_adapter\.w_in\.", "multi_modal_projector.linear_1."),
+        (r"vision_language_adapter\.w_out\.", "multi_modal_projector.linear_2."),
+        (r"pre_mm_projector_norm\.", "multi_modal_projector.norm."),
+        (r"patch_merger\.", "multi_modal_projector.patch_merger."),
+    )
+)
 _TURNED = re.compile(r"\.([qk])_proj\.weight$")
 """Weights whose rows are pairs of a rotation side by side. In transformers' they are half a head
 apart."""
@@ -50,18 +67,30 @@ class ConsolidatedWeights(CheckpointWeights):
         for name, tensor in super().__iter__():
             named = self._named(name)
             if (match := _TURNED.search(named)) is not None:
-                key = "num_attention_heads" if match[1] == "q" else "num_key_value_heads"
-                tensor = _halves(named, tensor, self._config[key])
+                tensor = _halves(named, tensor, self._heads(named, match[1]))
             yield named, tensor
 
     def names(self) -> list[str]:
         return [self._named(name) for name in super().names()]
 
     def _named(self, name: str) -> str:
+        sees = "vision_config" in self._config
         for pattern, replacement in _NAMES:
+            if pattern.match(name):
+                named = pattern.sub(replacement, name, count=1)
+                return f"language_model.{named}" if sees else named
+        for pattern, replacement in _VISION_NAMES if sees else ():
             if pattern.match(name):
                 return pattern.sub(replacement, name, count=1)
         raise CheckpointError(f"{self.source}: no tensor of Mistral's layout is named {name!r}.")
+
+    def _heads(self, named: str, letter: str) -> int:
+        """Heads of a projection of queries or keys. The tower has as many of each."""
+        sees = named.startswith("vision_tower.")
+        part = self._config["vision_config"] if sees else self._config.get("text_config")
+        key = "num_attention_heads" if sees or letter == "q" else "num_key_value_heads"
+        heads: int = (part or self._config)[key]
+        return heads
 
     def __str__(self) -> str:
         return str(self.source)

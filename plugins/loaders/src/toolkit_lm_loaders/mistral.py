@@ -16,11 +16,13 @@ import platformdirs
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointLoader
 
+from toolkit_lm_loaders.mistral_vision import VISION, processor_files, vision_config
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 PARAMS = "params.json"
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of what is unpacked. It rises with each change of what is written into the folder."""
 _MOST_BYTES = 2**20
 """Most bytes of params.json."""
@@ -41,12 +43,13 @@ _OTHERS = {
 }
 _MOE = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _TOKENIZER = ("tekken.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja")
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _WAY = "Use the same model's files in the layout of transformers (config.json)."
 
 
 class MistralLoader(CheckpointLoader):
-    """A folder of Mistral's own files: Mistral and Mixtral. Tensors are named and laid out as in
-    the layout of transformers.
+    """A folder of Mistral's own files: Mistral and Mixtral, Pixtral and Mistral 3. Tensors are
+    named and laid out as in the layout of transformers.
 
     Raises CheckpointError for a config.json that says something else than params.json.
     """
@@ -73,7 +76,9 @@ class MistralLoader(CheckpointLoader):
         if not file.is_dir():
             file = file.parent
         config = hf_config(file)
-        kept = sorted({path for pattern in _TOKENIZER for path in file.glob(pattern)})
+        kept = sorted(
+            {path for pattern in (*_TOKENIZER, *_PROCESSOR) for path in file.glob(pattern)}
+        )
         stated = json.dumps([_LAYOUT, str(file.resolve()), config, [path.name for path in kept]])
         key = hashlib.sha256(stated.encode()).hexdigest()[:32]
         folder = Path(platformdirs.user_cache_dir("toolkit_lm")) / "mistral" / key
@@ -81,7 +86,12 @@ class MistralLoader(CheckpointLoader):
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
-        (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        written = {"config.json": config}
+        if "vision_config" in config:
+            written |= processor_files(config, _read(file / PARAMS)[VISION])
+        for name, content in written.items():
+            if name not in {path.name for path in kept}:
+                (made / name).write_text(json.dumps(content), encoding="utf-8")
         for path in kept:
             (made / path.name).symlink_to(path.resolve())
         try:
@@ -93,10 +103,17 @@ class MistralLoader(CheckpointLoader):
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder's params.json. Raises CheckpointError for a model that is neither
-    Mistral nor Mixtral, and for keys that change one."""
+    """The config.json of a folder's params.json. Raises CheckpointError for keys that are not
+    Mistral's, Mixtral's, Pixtral's or Mistral 3's."""
     path = folder / PARAMS
     params = _read(path)
+    text = _text_config({key: value for key, value in params.items() if key != VISION}, path)
+    vision = params.get(VISION)
+    return text if vision is None else vision_config(text, path, vision)
+
+
+def _text_config(params: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config.json of the language part."""
     unknown = {
         key: value
         for key, value in params.items()
@@ -106,7 +123,7 @@ def hf_config(folder: Path) -> dict[str, Any]:
         key, value = next(iter(unknown.items()))
         raise CheckpointError(
             f"{path}: {key} is {reprlib.repr(value)}, which is not read in this layout: only "
-            f"Mistral and Mixtral of text. {_WAY}"
+            f"Mistral, Mixtral, Pixtral and Mistral 3. {_WAY}"
         )
     if missing := [key for key in _RENAMED if key not in params]:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}.")
@@ -154,6 +171,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_same(stated: Mapping[str, Any], made: Mapping[str, Any], path: Path) -> None:
     """Raises CheckpointError where config.json, which counts, and params.json differ."""
+    text = stated.get("text_config")
+    if isinstance(text, Mapping) != ("text_config" in made):
+        raise CheckpointError(
+            f"{path} and {PARAMS} tell of different models: only one of them reads pictures."
+        )
+    if isinstance(text, Mapping):
+        stated = text
+        made = made["text_config"]
     rope = stated.get("rope_parameters") or {}
     compared = (*_RENAMED.values(), "num_key_value_heads", "sliding_window", "rope_theta")
     for key in compared:
