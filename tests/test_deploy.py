@@ -204,6 +204,42 @@ def test_a_base_image_and_an_index_of_pip_can_be_named_for_all_stages():
     assert installs == {"wheels", "installer", "for-cpu", "for-cuda"}
 
 
+@pytest.mark.parametrize(
+    ("lacks", "machine", "allowed", "code"),
+    [
+        ("", "x86_64", "", 0),
+        ("cpu", "x86_64", "", 1),
+        ("executor_mp", "x86_64", "", 1),
+        ("cpu", "x86_64", "1", 0),
+        ("cpu", "aarch64", "", 0),
+    ],
+)
+def test_an_image_without_kernels_is_built_only_where_it_is_asked_for(
+    tmp_path, lacks, machine, allowed, code
+):
+    [(argument, step)] = re.findall(
+        r"(?m)^ARG (\w+)\nRUN (if .*; fi)$", re.sub(r" {2,}", " ", stages()["wheels"][1])
+    )
+    assert {path.parent.name for path in DEPLOY.parent.glob("*/*/compile.py")} == {
+        "cpu",
+        "executor_mp",
+    }
+    for name in ("cpu", "executor_mp"):
+        kind = "py3-none-any" if name == lacks else "cp311-abi3-linux_x86_64"
+        (tmp_path / f"toolkit_lm_{name}-1.0-{kind}.whl").touch()
+    script = f"uname() {{ echo {machine}; }}\n{step.replace('/wheels', str(tmp_path))}"
+    found = subprocess.run(
+        ["sh", "-euc", script],
+        env={"PATH": os.environ["PATH"], argument: allowed},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (found.returncode, found.stdout) == (code, "")
+    assert (f"error: the C sources of toolkit-lm-{lacks}" in found.stderr) == bool(code)
+    assert ("--build-arg WITHOUT_KERNELS=1" in found.stderr) == bool(code)
+
+
 def test_the_context_has_what_the_stages_copy():
     """The ignore file leaves out all but what it names."""
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
@@ -327,7 +363,8 @@ def test_the_cpu_image_builds_and_serves():
     """Without a registry of images: Debian's and Python's packages come from their mirrors."""
     words = [sys.executable, DEPLOY / "build_image.py"]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
     built = re.findall(r"(?m)^stage (\S+): \d+ s, [\d.]+ [MG]B$", done.stdout)
     assert built == ["wheels", "installer", "for-cpu", "base", "cpu"]
     told = ("user 10001, no compilers", "without a key: refused", "with a key: healthy, ")
