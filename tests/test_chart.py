@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -155,11 +156,42 @@ def test_alerts_are_handed_over_as_they_are(chart):
 
 def test_keda_asks_for_the_pods_of_the_release(chart):
     spec = by_kind(chart.render(KEDA))["ScaledObject"]["spec"]
-    [trigger] = spec["triggers"]
-    assert trigger["metadata"]["query"] == (
-        'sum(toolkit_lm_num_requests_waiting{namespace="models", service="llm"})'
+    assert spec["scaleTargetRef"] == {"name": "llm"}
+    asked = {one["name"]: one["metadata"]["query"] for one in spec["triggers"]}
+    pods = '{namespace="models", service="llm"}'
+    assert asked == {
+        "wait": f"sum(toolkit_lm_estimated_wait_seconds{pods})",
+        "batch": f"sum(avg by (pod) (toolkit_lm_batch_usage_ratio{pods}))",
+        "kv-cache": f"sum(avg by (pod) (toolkit_lm_kv_cache_usage_ratio{pods}))",
+    }
+
+
+def thresholds(chart, kind: str) -> list[float]:
+    """Of the wait, the batch and the KV cache: the most of a pod's figure."""
+    spec = by_kind(chart.render({"autoscaling": {"enabled": True, "kind": kind}}))
+    if kind == "keda":
+        return [
+            float(one["metadata"]["threshold"]) for one in spec["ScaledObject"]["spec"]["triggers"]
+        ]
+    metrics = spec["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    return [float(one["pods"]["target"]["averageValue"]) for one in metrics]
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_the_pods_of_the_documents_examples_are_those_of_the_thresholds(chart, kind):
+    """Both sum up a figure over pods, divide it by its threshold, and take the greatest."""
+    text = (FOLDER.parents[2] / "docs" / "scaling.md").read_text()
+    section = text.partition("## Autoscaling")[2].partition("\n## ")[0]
+    rows = re.findall(
+        r"(?m)^\| ([\d., ]+) s \| ([\d., ]+) \| ([\d., ]+) \| .* \| (\d+) \|$", section
     )
-    assert (spec["scaleTargetRef"], trigger["metadata"]["threshold"]) == ({"name": "llm"}, "4")
+    assert len(rows) >= 4
+    for *sums, pods in rows:
+        wanted = [
+            math.ceil(sum(map(float, told.split(", "))) / most)
+            for told, most in zip(sums, thresholds(chart, kind), strict=True)
+        ]
+        assert max(1, *wanted) == int(pods), sums
 
 
 def leaves(values: dict, prefix: str = ".Values") -> list[str]:

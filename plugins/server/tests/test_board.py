@@ -179,4 +179,7 @@ def test_alerts_have_names_of_their_own_and_the_autoscalers_metric_exists():
     names = [rule["alert"] for rule in alerts()]
     assert len(set(names)) == len(names) > 5
     asked = re.findall(r"toolkit_lm_\w+", (CHART / "templates" / "autoscaler.yaml").read_text())
-    assert len(asked) == 2 and set(asked) <= set(TOLD)
+    signals = ("estimated_wait_seconds", "batch_usage_ratio", "kv_cache_usage_ratio")
+    # Both kinds ask for the same.
+    assert asked == [f"toolkit_lm_{name}" for name in signals] * 2
+    assert set(asked) <= set(TOLD)

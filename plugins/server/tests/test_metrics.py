@@ -187,6 +187,34 @@ async def test_load(client, metrics):
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_the_used_part_of_the_batch(metrics, several):
+    """`max_num_seqs` is of each engine."""
+    engine = SimpleNamespace(pid=1, num_tokens=0, status="ready")
+    watched = SimpleNamespace(
+        config=VllmConfig.make(model="tiny", max_num_seqs=4),
+        engines=[engine] * 2 if several else [],
+        health=lambda: Health("ready"),
+        num_restarts=0,
+        num_queued_tokens=0,
+        served_model_name="fake",
+    )
+
+    def told(*running: int) -> list[float]:
+        for number, count in enumerate(running):
+            load = {"num_waiting": 9, "num_used_blocks": 0, "num_total_blocks": 1}
+            metrics.toolkit_event(LoadEvent(time=1.0, num_running=count, engine=number, **load))
+        metrics.observe(watched)
+        text = metrics.text().decode()
+        found = re.findall(r"(?m)^toolkit_lm_batch_usage_ratio{(.*)} (\S+)$", text)
+        assert all(("engine=" in labels) == several for labels, _ in found)
+        return [float(value) for _, value in found]
+
+    running = [[3, 5], [0, 4]] if several else [[3], [5], [0]]
+    expected = [[0.75, 1.0], [0.0, 1.0]] if several else [[0.75], [1.0], [0.0]]
+    assert [told(*counts) for counts in running] == expected
+
+
 def waits(text: str, name: str) -> dict[str, float]:
     """By reason, where any wait."""
     found = re.findall(rf'^{name}{{.*reason="(\w+)".*}} (\S+)$', text, re.MULTILINE)
@@ -408,6 +436,22 @@ async def test_the_labels_of_vllm(engine, client_of):
         'vllm:e2e_request_latency_seconds_bucket{engine="0",le="5.0",model_name="fake"} 1.0' in text
     )
     assert 'toolkit_lm_engine_status{model_name="fake",status="ready"} 1.0' in text
+
+
+def test_the_page_names_what_endpoint_pickers_ask_for(metrics):
+    text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+    section = text.partition("### Gateways' endpoint pickers")[2].partition("\n### ")[0]
+    rows = re.findall(r"(?m)^\| .* \| (\w+).* \| `(vllm:\w+)`(.*) \|$", section)
+    told = names(metrics)
+    # Adapters are told by a plugin, whose tests look at the labels.
+    kinds = [(told.get(name, "gauge"), name in told) for _, name, _ in rows]
+    assert kinds == [("gauge", True)] * 4 + [("gauge", False)]
+    assert rows[4][1] == "vllm:lora_requests_info" and "lora_requests_info" in VLLM_NAMES
+    labels = re.findall(r"`(\w+)`", rows[3][2])
+    renamed = {**VLLM_NAMES["kv_cache_info"].labels, "block_size": "block_size"}
+    assert set(labels) <= set(renamed.values()) and rows[3][1] == "vllm:cache_config_info"
+    for sample in re.findall(r"(?m)^(vllm:\w+)\{", section):
+        assert sample in told
 
 
 def test_the_page_names_what_vllm_has():

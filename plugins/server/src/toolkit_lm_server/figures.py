@@ -52,6 +52,9 @@ class Figures:
         )
         for reason in WAITS:
             self.waiting_by_reason.labels("0", reason)
+        self.batch_usage = metric(
+            Gauge, "batch_usage_ratio", "Used part of the batch's rows, 0 to 1."
+        )
         self.cache_usage = metric(
             Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1."
         )

@@ -179,13 +179,17 @@ class Metrics:
         self._num_restarts = engine.num_restarts
         self._figures.queued_tokens.set(engine.num_queued_tokens)
         self._figures.estimated_wait.set(self.queue_wait.seconds())
+        # An engine with a processor has a config.
+        config: Any = getattr(engine, "config", None)
+        if config is not None:
+            for number, load in self.loads.copy().items():
+                used = load.num_running / config.scheduler.max_num_seqs
+                self._figures.batch_usage.labels(str(number)).set(min(used, 1.0))
         self._count_media(engine)
         processor = getattr(engine, "processor", None)
         self._figures.kv_cache.clear()
         # It knows no tasks before the engine has been ready.
         if processor is not None and processor.tasks and processor.limits.kv_cache.pools:
-            # An engine with a processor has a config.
-            config: Any = getattr(engine, "config", None)
             self._tell_kv_cache(processor.limits.kv_cache, config)
 
     def _count_media(self, engine: Watched) -> None:
