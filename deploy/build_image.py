@@ -59,14 +59,14 @@ def output(*words: str | Path, code: int = 0) -> str:
     return (done.stdout + (done.stderr if code else "")).strip()
 
 
-def make_base(buildah: list[str]) -> None:
-    """Makes an image of Debian with Python."""
+def make_base(buildah: list[str], packages: str = PACKAGES) -> None:
+    """Makes an image of Debian with Python, or with what `packages` names."""
     name = output(*buildah, "from", "scratch")
     root = output(*buildah, "mount", name)
     suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
     indexes = ["apt-get", "indextargets", "--format", "$(REPO_URI)", f"Codename: {suite}"]
     mirror = output(*indexes).splitlines()[0]
-    output("debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root, mirror)
+    output("debootstrap", "--variant=minbase", f"--include={packages}", suite, root, mirror)
     output("chroot", root, "sh", "-c", "apt-get clean && rm -rf /var/lib/apt/lists/*")
     output(*buildah, "config", "--env", f"PATH={PATH}", name)
     output(*buildah, "commit", "--quiet", "--rm", name, BASE)

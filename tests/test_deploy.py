@@ -369,3 +369,37 @@ def test_the_cpu_image_builds_and_serves():
     assert built == ["wheels", "installer", "for-cpu", "base", "cpu"]
     told = ("user 10001, no compilers", "without a key: refused", "with a key: healthy, ")
     assert [line for line in told if line not in done.stdout] == []
+
+
+def test_a_fresh_machine_runs_what_readme_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(DEPLOY))
+    import fresh_machine
+
+    assert fresh_machine.commands() == ["make demo", "make test"]
+    log = "2026-01-31T12:00:00,123   Downloading torch-2.0-cp311-linux_x86_64.whl (190.5 MB)\n"
+    assert fresh_machine.DOWNLOADED.search(log).groups() == (
+        "torch-2.0-cp311-linux_x86_64.whl",
+        "190.5",
+        "MB",
+    )
+    makefile = (DEPLOY.parent / "Makefile").read_text()
+    said = [line for line in re.findall(r'@echo "([^"]*)"', makefile) if line[0].isdigit()]
+    assert len(said) == 4 and all(map(fresh_machine.STAGE.fullmatch, said))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("debootstrap", "buildah"))),
+    reason="a fresh machine takes root, debootstrap and buildah",
+)
+def test_the_demo_runs_on_a_fresh_machine():
+    words = [sys.executable, DEPLOY / "fresh_machine.py", "make demo"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    demo = done.stdout.partition("$ make demo")[2]
+    sizes = [int(size) for size in re.findall(r"(?m)^ *[\d.]+ s +(\d+) MB  ", demo)]
+    # Five stages and both ends: what README says it takes, with the wheels and their folder.
+    assert len(sizes) == 7 and 700 < sizes[-1] - sizes[0] < 1300
