@@ -258,6 +258,18 @@ def test_one_step_that_took_long_does_not_make_plain_steps_seem_slow():
     assert sum(drafts) <= 24
 
 
+def test_a_step_that_was_interrupted_when_it_was_measured_does_not_make_drafts_free():
+    """A table that is kept says for good that drafts cost nothing, or more than they gain."""
+    plain, asked, few, many = ((1, drafts) for drafts in (-1, 0, 1, 7))
+    busy = StepTimes([(*plain, 3.0), (*asked, 2.0), (*few, 1.1), (*many, 1.5)])
+    quiet = StepTimes([(*plain, 1.1), (*asked, 1.1), (*few, 1.1), (*many, 1.5)])
+    for num_drafts in range(9):
+        assert busy.predict(1, num_drafts) == quiet.predict(1, num_drafts)
+    assert busy.predict(1, 0, plain=True) == quiet.predict(1, 0, plain=True)
+    # So do fewer rows.
+    assert StepTimes([(1, -1, 2.0), (4, -1, 1.0)]).predict(1, 0, plain=True) == 1.0
+
+
 def test_drafts_that_were_not_measured_are_no_gift():
     """Measuring may end before any step with drafts: they cost what as many rows do."""
     plain = [(1, -1, 1.0), (4, -1, 1.0), (16, -1, 1.2), (64, -1, 2.0)]

@@ -10,6 +10,7 @@ drafter.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence as Collection
 from statistics import median
@@ -80,7 +81,10 @@ class StepTimes:
         """Measured steps by rows, without drafters and with them."""
         self._measured: dict[tuple[int, int, bool], float] = {}
         """Seconds by the points alone, by rows and drafts: those that were asked for."""
-        for rows, drafts, seconds in sorted(points or _PRIOR):
+        points = points or _PRIOR
+        for rows, drafts, _ in sorted(points):
+            # Other processes make a step longer: one that does more, and took less, says so.
+            seconds = min(took for size, more, took in points if size >= rows and more >= drafts)
             self._curves[drafts < 0].setdefault(rows, []).append((max(drafts, 0), seconds))
         asked = self._curves[False]
         for rows, [(_, seconds)] in self._curves[True].items():
@@ -154,12 +158,11 @@ class Acceptance:
 
     def chances(self) -> list[float]:
         """Probability of each position's draft, if those before it are accepted."""
-        chances = []
         chance = _FIRST
-        for accepted, tried in self._positions.T.tolist():
-            chance = (_WEIGHT * chance + accepted) / (_WEIGHT + tried)
-            chances.append(chance)
-        return chances
+        return [
+            chance := (_WEIGHT * chance + accepted) / (_WEIGHT + tried)
+            for accepted, tried in self._positions.T.tolist()
+        ]
 
     def ranked(
         self, seq_ids: Collection[int], most: Collection[int]
@@ -388,11 +391,11 @@ def _cell(rows: int, num_drafts: int, plain: bool) -> tuple[int, int]:
     return round(2 * math.log2(rows)), kind
 
 
-def _interpolate(points: Collection[tuple[float, float]], at: float) -> float:
+def _interpolate(points: list[tuple[float, float]], at: float) -> float:
     """Piecewise linear through points in rising order, and on beyond the last one."""
-    if len(points) == 1 or at <= points[0][0]:
+    after = min(bisect_left(points, (at,)), len(points) - 1)
+    if not after:
         return points[0][1]
-    after = next((i for i, (x, _) in enumerate(points) if x >= at), len(points) - 1)
     x0, y0 = points[after - 1]
     x1, y1 = points[after]
     y = y0 + (at - x0) * (y1 - y0) / (x1 - x0)
