@@ -56,7 +56,7 @@ def test_a_repetition_goes_on():
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, (2, 5)), ({"prompt_lookup_max": 1}, (1, 1)), ({"prompt_lookup_min": 7}, (7, 7))],
+    [({}, (2, 16)), ({"prompt_lookup_max": 1}, (1, 1)), ({"prompt_lookup_min": 17}, (17, 17))],
 )
 def test_bounds_that_are_not_given_follow(options, expected):
     assert Options(**options).lookup == expected

@@ -12,8 +12,10 @@ from torch import Tensor
 from toolkit_lm_drafters.step_table import Tabled
 from toolkit_lm_drafters.token_index import TokenIndex, common_suffix
 
-_CANDIDATES = 32
+_CANDIDATES = 128
 """Most earlier occurrences that are compared."""
+_DRAFTS = 8
+"""Most drafts of a sequence in a step, unless an option says otherwise."""
 
 
 class NgramDrafter(Tabled):
@@ -26,7 +28,7 @@ class NgramDrafter(Tabled):
     def __init__(self, *arguments: Any, **own: Any) -> None:
         super().__init__(*arguments, **own)
         self._shortest, self._longest = self.options.lookup
-        self._num_drafts = self.options.num_drafts
+        self._num_drafts = self.options.num_speculative_tokens or _DRAFTS
         self._indexes: dict[int, TokenIndex] = {}
 
     def remove(self, seq_id: int) -> None:
@@ -57,6 +59,11 @@ class NgramDrafter(Tabled):
         end = len(tokens)
         longest = source = 0
         for place in index.occurrences(view, end, _CANDIDATES):
+            if longest and (
+                place == longest or view[place - longest - 1] != view[end - longest - 1]
+            ):
+                # It is no longer than what was found.
+                continue
             length = common_suffix(view, end, view, place, self._longest)
             if length > longest:
                 longest = length

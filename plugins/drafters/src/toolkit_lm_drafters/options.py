@@ -12,13 +12,13 @@ class Options(Struct, frozen=True, kw_only=True):
     """Options of all drafters. Each drafter reads its own, and `num_speculative_tokens`."""
 
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Most drafts of a sequence in a step. None: 4; suffix: 16."""
+    """Most drafts of a sequence in a step. None: 4; ngram: 8; suffix: 16."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: tokens of the shortest n-gram that is looked up. None: 2, or prompt_lookup_max if
     that is less."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """ngram: tokens of the longest n-gram that is looked up. None: 5, or prompt_lookup_min if that
-    is more."""
+    """ngram: tokens of the longest n-gram that is looked up. None: 16, or prompt_lookup_min if
+    that is more."""
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
     """suffix: drafts per token of the match that they follow."""
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
@@ -56,7 +56,7 @@ class Options(Struct, frozen=True, kw_only=True):
         longest = self.prompt_lookup_max
         if shortest is None:
             shortest = min(2, longest or 2)
-        return shortest, max(5, shortest) if longest is None else longest
+        return shortest, max(16, shortest) if longest is None else longest
 
     @property
     def num_drafts(self) -> int:
