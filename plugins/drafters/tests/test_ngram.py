@@ -44,6 +44,33 @@ def test_the_longest_match_counts_and_then_the_latest():
     assert draft([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], prompt_lookup_max=2)[0] == 8
 
 
+def suffix_at(tokens: list[int], place: int, most: int) -> int:
+    """Equal tokens before `place` and before the end, at most `most`."""
+    length = 0
+    while length < min(most, place) and tokens[place - length - 1] == tokens[-length - 1]:
+        length += 1
+    return length
+
+
+@pytest.mark.parametrize("most", [2, 5, 16])
+def test_drafts_follow_the_best_of_all_places(most):
+    draws = np.random.default_rng(most)
+    drafted = 0
+    for length in range(2, 100):
+        tokens = np.resize(draws.integers(0, 3, length), draws.integers(length, 120)).tolist()
+        lengths = {place: suffix_at(tokens, place, most) for place in range(len(tokens))}
+        best = max(lengths, key=lambda place: (lengths[place], place))
+        expected = tokens[best : best + 1] if lengths[best] >= 2 else []
+        assert draft(tokens, num_speculative_tokens=1, prompt_lookup_max=most) == expected
+        drafted += len(expected)
+    assert drafted > 50
+
+
+def test_as_many_tokens_are_drafted_as_is_asked_for():
+    assert len(draft([1, 2, 3] * 9)) == 8
+    assert len(draft([1, 2, 3] * 9, num_speculative_tokens=3)) == 3
+
+
 def test_shorter_n_grams_than_the_least_are_not_looked_up():
     assert draft([1, 2, 3, 4, 5, 2]) == []
     assert draft([1, 2, 3, 4, 5, 2], prompt_lookup_min=1)[0] == 3
