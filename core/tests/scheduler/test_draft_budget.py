@@ -279,6 +279,7 @@ def test_drafts_that_were_not_measured_are_no_gift():
     assert times.predict(16, 0) == pytest.approx(1.2)
     asked = StepTimes([*plain, (64, 0, 2.4)])
     assert asked.predict(64, 448) / times.predict(64, 448) == pytest.approx(1.2)
+    assert asked.predict(16, 0) == pytest.approx(1.2), "in whichever order rows were measured"
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 64])

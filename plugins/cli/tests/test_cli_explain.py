@@ -242,7 +242,7 @@ def test_explain_tells_what_a_drafter_costs(monkeypatch, tmp_path, drafter):
     warm_up = importlib.import_module("toolkit_lm.runner.warm_up")
     monkeypatch.setattr(warm_up, "_KEPT", -1.0)
     monkeypatch.setattr(warm_up, "_MEASURING", 1e9)
-    monkeypatch.setattr(warm_up, "product", lambda *_: [(-1, 1), (0, 1)])
+    monkeypatch.setattr(warm_up, "product", lambda *_: [(0, 1), (1, 1)])
     monkeypatch.setattr(
         warm_up, "_seconds_of_decode", lambda runner, rows, drafts: 0.002 if drafts else 0.003
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 from toolkit_lm import LLM
@@ -83,9 +84,24 @@ def test_a_later_start_measures_only_what_is_missing(monkeypatch):
         return seconds_of(runner, rows, num_drafts)
 
     monkeypatch.setattr(warm_up, "_seconds_of_decode", watched)
-    for cells in ([(-1, 1)], [(-1, 1), (0, 1), (1, 1)], [(-1, 1), (0, 1), (1, 1)]):
+    for cells in ([(0, 1)], [(2, 1), (1, 1), (0, 1)], [(0, 1), (1, 1), (2, 1)]):
         monkeypatch.setattr(warm_up, "product", lambda *_, cells=cells: cells)
         with LLM("tiny", drafter="ngram", max_model_len=64) as llm:
             facts = llm.engine.client.core.scheduler.draft_budget.facts
     assert measured == [(1, -1), (1, 0), (1, 1)]
     assert [step[:2] for step in facts.step_times] == measured
+
+
+def test_steps_of_few_tokens_are_measured_before_those_of_many(monkeypatch):
+    """The time for it may end before the largest: without any step with drafts nothing is known."""
+    measured = []
+    monkeypatch.setattr(
+        warm_up, "_seconds_of_decode", lambda _, *cell: measured.append(cell) or 0.001
+    )
+    options = {"max_model_len": 64, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    with LLM("tiny", drafter="ngram", **options):
+        pass
+    assert sorted(measured[:4]) == [(1, -1), (4, -1), (16, -1), (64, -1)]
+    assert sorted(measured) == sorted(itertools.product((1, 4, 16, 64), (-1, 0, 1, 3, 7)))
+    sizes = [rows * (drafts + 1) for rows, drafts in measured[4:]]
+    assert sizes == sorted(sizes)

@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,14 @@ def measure_drafts(runner: ModelRunner) -> None:
     steps += drafting.ask_first(lambda drafter: drafter.known_steps()) or []
     known = {step[:2] for step in steps}
     begun = time.perf_counter()
-    # The steps that grow most come last.
-    for num_drafts, rows in product((-1, 0, 1, 3, 7), (1, 4, 16, 64)):
+    # Steps that ask no drafter come first, and then those of few tokens, whatever they verify.
+    for size, rows in sorted(product((0, 1, 2, 4, 8), (1, 4, 16, 64)), key=prod):
+        num_drafts = size - 1
         if (
             (rows, num_drafts) not in known
             and num_drafts <= most
-            and _TIMED * (num_drafts + 1) + drafting.lookahead + 2 <= config.max_model_len
-            and rows * (num_drafts + 1) <= config.scheduler.token_budget
+            and _TIMED * size + drafting.lookahead + 2 <= config.max_model_len
+            and rows * size <= config.scheduler.token_budget
             and rows <= config.scheduler.max_num_seqs
             and time.perf_counter() - begun < _MEASURING
         ):

@@ -120,7 +120,9 @@ class StepTimes:
         if (known := self._measured.get(place)) is not None:
             return known
         curves = self._curves[plain] or self._curves[not plain]
-        times = [(size, _interpolate(curve, num_drafts / rows)) for size, curve in curves.items()]
+        times = sorted(
+            (size, _interpolate(curve, num_drafts / rows)) for size, curve in curves.items()
+        )
         return self._measured.setdefault(place, _interpolate(times, rows))
 
     def _error(self, cell: tuple[int, int]) -> float:
@@ -300,7 +302,8 @@ class DraftBudget:
         """Sets the limit of a request that is queued."""
         if (raw := request.inputs.parts.get("drafter")) is not None:
             asked = msgpack.decode(raw, type=DraftRequest).max_draft_tokens
-            request.max_asked = request.max_asked if asked is None else asked
+            if asked is not None:
+                request.max_asked = asked
 
     def _choose(self, wanted: Collection[Sequence], rows: int) -> None:
         """Begins or ends a try, and limits the drafts of the sequences that may have some."""
