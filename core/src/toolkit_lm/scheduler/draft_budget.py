@@ -394,7 +394,7 @@ def _cell(rows: int, num_drafts: int, plain: bool) -> tuple[int, int]:
     return round(2 * math.log2(rows)), kind
 
 
-def _interpolate(points: list[tuple[float, float]], at: float) -> float:
+def _interpolate(points: Collection[tuple[float, float]], at: float) -> float:
     """Piecewise linear through points in rising order, and on beyond the last one."""
     after = min(bisect_left(points, (at,)), len(points) - 1)
     if not after:
