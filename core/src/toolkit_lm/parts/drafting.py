@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from toolkit_lm.step import Drafter, GroupInputs, StepInputs, StepPart, StepRun,
 
 _MOST = 2**31
 """Drafts of a sequence that has no limit."""
+_ARRAYS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    kind: attrgetter(*kind.__slots__) for kind in (StepInputs, GroupInputs)
+}
+"""Reads all that a step's inputs hold, by class."""
 
 
 class DraftingPart(StepPart):
@@ -160,7 +165,7 @@ class DraftingPart(StepPart):
             np.int64,
         )
         history = inputs.histories.token_ids
-        history.flags.writeable = False
+        history.setflags(write=False)
         try:
             _make_read_only(inputs)
             if inputs.plan.asks_drafters:
@@ -169,7 +174,7 @@ class DraftingPart(StepPart):
                 drafts = {}
                 self._each(lambda drafter: drafter.follow(inputs, hidden_states, step))
         finally:
-            history.flags.writeable = True
+            history.setflags(write=True)
         for seq_id, tokens in drafts.items():
             if kept := tokens[: limits.get(seq_id, _MOST)]:
                 result.drafts[seq_id] = kept
@@ -243,8 +248,7 @@ class DraftingPart(StepPart):
 def _make_read_only(inputs: StepInputs) -> None:
     """Makes the step's arrays read-only. They are views of one step; the next one makes new
     ones."""
-    parts: list[StepInputs | GroupInputs] = [inputs, *inputs.groups]
-    for part in parts:
-        for name in type(part).__slots__:
-            if type(array := getattr(part, name)) is np.ndarray:
-                array.flags.writeable = False
+    for part in (inputs, *inputs.groups):
+        for array in _ARRAYS[type(part)](part):
+            if type(array) is np.ndarray:
+                array.setflags(write=False)

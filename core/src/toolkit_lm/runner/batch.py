@@ -309,8 +309,9 @@ class PersistentBatch:
             # In a decode step, each row has one token.
             token_index[:] = starts
         else:
-            row_of_token = np.repeat(rows, num_tokens)
-            token_index[:] = np.arange(end) + np.repeat(starts - query_start[:-1], num_tokens)
+            row_of_token = rows.repeat(num_tokens)
+            token_index[:] = np.arange(end)
+            token_index += (starts - query_start[:-1]).repeat(num_tokens)
         input_ids = buffers.input_ids.host[:end]
         input_ids[:] = buffers.gather(self.history.token_ids, row_of_token, token_index)
         encoders = self.encoders.batch(plan) if plan.encoders else None

@@ -206,7 +206,7 @@ class ModelRunner:
             return StepResult(token_ids=[], parts=answers, loads=loads)
         inputs = self.step_inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.positions)
-        if inputs.num_drafts.any() or self._processors.names:
+        if self._processors.names:
             self._sampler.begin(inputs)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             with forward_context(self._context):

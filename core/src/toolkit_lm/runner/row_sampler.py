@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from toolkit_lm.attention import logits_of_tokens
-from toolkit_lm.messages import StepPlan, StepResult
+from toolkit_lm.messages import ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.model import Model
 from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
@@ -27,8 +27,6 @@ class Positions(NamedTuple):
     """[S] number of drafts to verify."""
     logits: np.ndarray
     """[N] flat tokens whose hidden states give the logits: those of a row in a run."""
-    first: np.ndarray
-    """[S] start of each row's run in `logits`."""
 
     def lengths(self, sampling: SamplingBatch) -> np.ndarray:
         """Returns [S] the number of positions of each row that the first draw samples at."""
@@ -60,31 +58,29 @@ class RowSampler:
     # A step calls these in turn
 
     def begin(self, inputs: StepInputs) -> None:
-        """Prepares a step's draws before its forward pass, in steps with drafts or logits
-        processors, which may work meanwhile."""
-        self._positions = self._find_positions(inputs) if inputs.num_drafts.any() else None
-        sampling = self._batch.sampling
-        if sampling.processors is not None and sampling.processors.names:
-            rows = inputs.rows[inputs.sampling]
-            selected = sampling
-            if self._positions is not None:
-                selected = self._positions.select(sampling)
-                rows = np.arange(len(selected))
-            sampling.processors.begin(*selected.users(rows))
+        """Prepares a step's draws before its forward pass, in steps with logits processors, which
+        may work meanwhile."""
+        self._positions = None
+        selected = self._batch.sampling
+        rows = inputs.rows[inputs.sampling]
+        if inputs.num_drafts.any():
+            self._positions = self._find_positions(inputs)
+            selected = self._positions.select(selected)
+            rows = np.arange(len(selected))
+        if selected.processors is not None:
+            selected.processors.begin(*selected.users(rows))
 
     def _find_positions(self, inputs: StepInputs) -> Positions:
         self._accepted = {}
         rows = inputs.rows[inputs.sampling]
         num_drafts = inputs.num_drafts - (self._accept_forced(inputs) if self._certain else 0)
-        counts = num_drafts + 1
-        ends = counts.cumsum()
-        first = ends - counts
-        if ends[-1] == len(inputs.token_index):
-            # Each token is one, in most steps.
-            within = np.arange(ends[-1])
-        else:
+        size = len(rows) + int(num_drafts.sum())
+        within = np.arange(size)
+        # Each token is one, in most steps.
+        if size < len(inputs.token_index):
+            counts = num_drafts + 1
             within = _runs(inputs.query_start[1:][inputs.sampling] - counts, counts)
-        return Positions(rows, num_drafts, within, first)
+        return Positions(rows, num_drafts, within)
 
     def sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Computes logits, and tokens or candidates, for the rows whose last token was computed."""
@@ -125,12 +121,12 @@ class RowSampler:
         """Samples for a step in which some rows have drafts or are beams."""
         plan = inputs.plan
         sampling = self._batch.sampling
-        # Without drafts, `begin` may not have been called.
-        positions = self._positions if inputs.num_drafts.any() else None
-        positions = positions or self._find_positions(inputs)
+        # Without processors, `begin` was not called.
+        begun = sampling.processors is not None and sampling.processors.names
+        positions = (self._positions if begun else None) or self._find_positions(inputs)
         for place, drafts in self._accepted.items():
             result.token_ids[place] = list(drafts)
-        rows, num_drafts, within, first = positions
+        rows, num_drafts, within = positions
         last = _rows(hidden_states, within)
         with logits_of_tokens(to_device(within, last.device)):
             if not sampling.unusual:
@@ -139,7 +135,12 @@ class RowSampler:
                 self._store(plan, result, sampled, inputs.sampling, rows, num_drafts + 1)
                 return
             logits = self._model.compute_logits(last)
+        lengths = num_drafts + 1
+        if not (sampling.num_candidates.any() or sampling.steps.any()):
+            self._draw(plan, result, logits, inputs.sampling, rows, lengths)
+            return
         candidates = sampling.num_candidates[rows]
+        first = lengths.cumsum() - lengths
         if len(searching := np.flatnonzero(candidates)):
             found = top_candidates(
                 _rows(logits, first[searching]), sampling.select(rows[searching])
@@ -150,20 +151,16 @@ class RowSampler:
         going = np.flatnonzero(candidates == 0)
         # One call for all positions, but for the drafts of rows that step.
         lengths = positions.lengths(sampling)
-        left = num_drafts + 1 - lengths
         while len(going):
-            agrees = self._draw(
-                plan,
-                result,
-                _rows(logits, _runs(first[going], lengths[going])),
-                inputs.sampling[going],
-                rows[going],
-                lengths[going],
-                left[going],
-            )
-            going = going[agrees]
+            runs = _rows(logits, _runs(first[going], lengths[going]))
+            places = inputs.sampling[going]
+            self._draw(plan, result, runs, places, rows[going], lengths[going])
+            goes_on = [
+                sampling.steps[row] and _agrees(plan.scheduled[place], result, place)
+                for place, row in zip(places, rows[going], strict=True)
+            ]
+            going = going[goes_on]
             first = first + 1
-            left -= 1
 
     def drafts(self, inputs: StepInputs, result: StepResult) -> None:
         """Adds the forced tokens to a step's drafts, and cuts drafts that cannot be drawn."""
@@ -187,22 +184,11 @@ class RowSampler:
         places: np.ndarray,
         rows: np.ndarray,
         lengths: np.ndarray,
-        left: np.ndarray,
-    ) -> np.ndarray:
-        """Samples at `lengths` [R] positions of each row. Returns [R] whether a row goes on: it has
-        `left` [R] drafts, and its sample equals the first of them."""
-        sampling = self._batch.sampling
-        selected = _select(sampling, rows, lengths)
+    ) -> None:
+        """Samples at `lengths` [R] positions of each row."""
+        selected = _select(self._batch.sampling, rows, lengths)
         sampled = sample(logits, selected, self._model.kernels.likeliest)
-        going = left > 0
-        if going.any():
-            history = self._batch.history
-            drafts = history.token_ids[rows[going], history.num_tokens[rows[going]]]
-            going[going] = drafts == np.array(sampled.token_ids)[lengths.cumsum() - 1][going]
-            for index in sampled.errors:
-                going[np.searchsorted(lengths.cumsum(), index, "right")] = False
         self._store(plan, result, sampled, places, rows, lengths)
-        return going
 
     def _store(
         self,
@@ -215,29 +201,33 @@ class RowSampler:
     ) -> None:
         """Stores the samples of each row up to the first that differs from its draft. `places`:
         indices in the plan; `rows`: rows in the persistent batch; `lengths`: positions of each."""
-        token_ids = sampled.token_ids
-        ends = lengths.cumsum()
-        several = len(token_ids) > len(rows)
-        last = self._last_valid(sampled, rows, lengths) if several else ends - 1
-        accepted = last - ends + lengths
-        start = (ends - lengths).tolist()
-        end = (last + 1).tolist()
-        self._batch.append_tokens(rows, [token_ids[i - 1] for i in end], accepted)
-        for place, begin, stop in zip(places.tolist(), start, end, strict=True):
-            result.token_ids[place] += token_ids[begin:stop]
-        if not (sampled.logprobs or sampled.errors or sampled.states):
+        token_ids, logprobs, errors, states = sampled
+        spans: list[tuple[int, int]] = []
+        begin = 0
+        for place, length in zip(places.tolist(), lengths.tolist(), strict=True):
+            last = begin
+            # An error counts only where it is a row's first position. Elsewhere the row ends before
+            # it, and the next step meets it again.
+            for draft in plan.scheduled[place].tokens[1 - length :] if length > 1 else ():
+                if draft != token_ids[last] or last in errors or last + 1 in errors:
+                    break
+                last += 1
+            spans.append((begin, last + 1))
+            result.token_ids[place] += token_ids[begin : last + 1]
+            begin += length
+        counts = np.array([end - begin for begin, end in spans])
+        self._batch.append_tokens(rows, [token_ids[end - 1] for _, end in spans], counts - 1)
+        if not (logprobs or errors or states):
             return
-        kept = [i for begin, stop in zip(start, end, strict=True) for i in range(begin, stop)]
-        # Errors and states are those of first positions: see `_last_valid`.
-        first = {begin: i for i, begin in enumerate(start)}
-        logprobs = [sampled.logprobs[i] for i in kept] if sampled.logprobs else []
+        kept = [logprobs[i] for span in spans for i in range(*span)] if logprobs else []
+        first = {begin: i for i, (begin, _) in enumerate(spans)}
         sampled = Sampled(
             token_ids,
-            logprobs,
-            {first[i]: error for i, error in sampled.errors.items() if i in first},
-            {first[i]: state for i, state in sampled.states.items()},
+            kept,
+            {first[i]: error for i, error in errors.items() if i in first},
+            {first[i]: state for i, state in states.items()},
         )
-        self._store_others(plan, result, sampled, places, accepted + 1)
+        self._store_others(plan, result, sampled, places, counts)
 
     @staticmethod
     def _store_others(
@@ -258,25 +248,6 @@ class RowSampler:
             result.errors[plan.scheduled[places[i]].seq_id] = error
         for i, state in sampled.states.items():
             result.sampler_state[plan.scheduled[places[i]].seq_id] = state
-
-    def _last_valid(self, sampled: Sampled, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Returns [R] the index of each row's last sample whose drafts are all sampled, too."""
-        history = self._batch.history
-        # An error counts only where it is a row's first position. Elsewhere the row ends before it,
-        # and the next step meets it again.
-        errors = sampled.errors
-        found: list[int] = []
-        start = 0
-        for row, length in zip(rows, lengths.tolist(), strict=True):
-            end = history.num_tokens[row]
-            last = start
-            for draft in history.token_ids[row, end : end + length - 1].tolist():
-                if draft != sampled.token_ids[last] or last in errors or last + 1 in errors:
-                    break
-                last += 1
-            found.append(last)
-            start += length
-        return np.array(found)
 
     def _accept_forced(self, inputs: StepInputs) -> np.ndarray:
         """Returns [S] the number of drafts per row that are accepted without sampling, since no
@@ -300,10 +271,23 @@ class RowSampler:
         return taken
 
 
+def _agrees(row: ScheduledSequence, result: StepResult, place: int) -> bool:
+    """Whether all samples of a row so far are its drafts, and more are left."""
+    drawn = result.token_ids[place]
+    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+    return (
+        len(drawn) <= len(drafts)
+        and drawn == drafts[: len(drawn)]
+        and row.seq_id not in result.errors
+    )
+
+
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenates ranges: `lengths` [R] integers from each of `starts` [R] on."""
+    if len(starts) == 1:
+        return np.arange(starts[0], starts[0] + lengths[0])
     ends = lengths.cumsum()
-    found: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+    found: np.ndarray = np.arange(ends[-1]) + (starts - ends + lengths).repeat(lengths)
     return found
 
 
@@ -311,7 +295,7 @@ def _select(sampling: SamplingBatch, rows: np.ndarray, lengths: np.ndarray) -> S
     """Selects `lengths` [R] positions of each row: after its tokens, and after each draft."""
     if len(rows) == lengths.sum():
         return sampling.select(rows)
-    return sampling.select(np.repeat(rows, lengths), _runs(np.zeros(len(rows), np.int64), lengths))
+    return sampling.select(rows.repeat(lengths), _runs(lengths - lengths, lengths))
 
 
 def _rows(tensor: Tensor, rows: np.ndarray) -> Tensor:

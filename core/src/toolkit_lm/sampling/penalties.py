@@ -37,13 +37,13 @@ def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_on
     vocab_size = logits.shape[-1]
     places = rows.row[index]
     num_drafts = rows.num_drafts[index]
-    most = int(num_drafts.max())
-    # Positions of one sequence have its tokens in common: these are counted once.
-    unique, inverse = np.unique(places, return_inverse=True) if most else (places, None)
+    # Positions of one sequence are a run, and have its tokens in common: these are counted once.
+    begins = num_drafts == 0
+    unique = places[begins]
     tokens = rows.history.padded(unique, output_only=output_only, fill=vocab_size)
     counts = _add_counts(logits.new_zeros(len(unique), vocab_size + 1), tokens)
-    if inverse is not None:
-        counts = counts[to_device(inverse, logits.device)]
+    if len(unique) < len(places):
+        counts = counts[to_device(begins.cumsum() - 1, logits.device)]
         drafts = rows.history.drafts(places, num_drafts, fill=vocab_size)
         counts = _add_counts(counts, drafts)
     return counts[:, :-1]
