@@ -58,11 +58,14 @@ class Machine:
         """Megabytes that its files take."""
         return int(output("du", "--summarize", "--block-size=1", self._root).split()[0]) / 1e6
 
+    def log(self) -> list[str]:
+        """Lines of pip's log, which has what `--quiet` leaves out."""
+        log = self._root / PIP_LOG[1:]
+        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
     def downloads(self) -> dict[str, float]:
         """Names of the files that pip has downloaded -> megabytes, as its log rounds them."""
-        log = self._root / PIP_LOG[1:]
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-        found = filter(None, map(DOWNLOADED.search, lines))
+        found = filter(None, map(DOWNLOADED.search, self.log()))
         return {line[1]: float(line[2]) * SCALE[line[3]] for line in found}
 
     def run(self, command: str) -> int:
@@ -87,7 +90,8 @@ class Machine:
         torch = sum(size for name, size in new.items() if name.startswith("torch-"))
         pip = f"pip downloaded {len(new)} files, {sum(new.values()):.0f} MB, {torch:.0f} of torch"
         print(f"{end}  exit code {code}; {pip}; load {os.getloadavg()[0]:.1f}", flush=True)
-        print("".join(lines[-60:]), flush=True)
+        told = [f"{line}\n" for line in self.log()[-40:]] if code else []
+        print("".join(lines[-60:] + told), flush=True)
         return code
 
 
