@@ -6,10 +6,12 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from toolkit_lm.plugin.discovery import AUTHOR
@@ -78,6 +80,20 @@ def test_the_oldest_version_that_is_allowed_is_tested(name):
 def test_what_is_not_on_the_floor_is_required_and_is_not_there():
     assert set(NOT_ON_THE_FLOOR) <= set(requirements_of_others())
     assert not set(NOT_ON_THE_FLOOR) & set(pinned("requirements-floor.txt"))
+
+
+def test_all_pins_take_the_oldest_python():
+    """Debian 12 has 3.11.2. A pin that is not installed here is not looked at."""
+    pins = pinned("constraints.txt")
+    looked_at = 0
+    for distribution in metadata.distributions():
+        name = canonicalize_name(distribution.metadata["Name"])
+        if distribution.version != str(pins.get(name)):
+            continue
+        looked_at += 1
+        allowed = SpecifierSet(distribution.metadata["Requires-Python"] or "")
+        assert "3.11.0" in allowed, f"{name} {pins[name]} requires Python {allowed}"
+    assert looked_at > len(pins) / 2
 
 
 def test_python_313_runs_tests_of_each_distribution():
