@@ -105,6 +105,7 @@ class Cases:
             name = f"product of {rows} rows, {adapters} adapters"
             yield name, self._adapted(number, dtype, rows, adapters)
         yield "product of 64 rows, 8 weights", self._grouped(number, dtype)
+        yield "32 tokens, 2 of 8 experts each", self._experts(number, dtype)
         yield "packing", self._pack(number, dtype)
         yield "greedy token of a product, 8 rows", self._likeliest_output(number, dtype)
         yield "greedy token", self._likeliest(number, dtype)
@@ -391,6 +392,37 @@ class Cases:
             **{name: rows[name] for name in ("inputs", "outputs", "activation", "is_gated")},
         }
         return partial(kernels.grouped, number, kernels.group(weights), **arguments)
+
+    def _experts(self, number: int, dtype: str) -> Callable[[], object]:
+        """Each weight has 8 rows, as of `_grouped`."""
+        kernels = self._kernels
+        memory = self._memory
+        packed = self._linear(dtype, 64, 0)
+        plain = (0,) * len(kernels.FIELDS["Quantized"])
+        groups = [
+            kernels.group(tuple((self._packed(number, dtype, *shape), 0, plain) for _ in range(8)))
+            for shape in ((OUTPUTS, INPUTS), (INPUTS, OUTPUTS))
+        ]
+        arguments = {
+            "x": packed["x"],
+            "chosen": memory.integers("q", [i % 8 for i in range(64)]),
+            "weights": memory.floats("float32", 64),
+            "out": memory.empty(32 * INPUTS * SIZES[dtype]),
+            "x_stride": INPUTS,
+            "tokens": 32,
+            "top": 2,
+            "first": 0,
+            "hidden": INPUTS,
+            "inner": OUTPUTS,
+            "element": SIZES[dtype],
+            **dict.fromkeys(("up_biases", "down_biases", "up_bias_bytes", "down_bias_bytes"), 0),
+            "rows": memory.empty(64 * INPUTS * SIZES[dtype]),
+            "between": memory.empty(64 * OUTPUTS * SIZES[dtype]),
+            **dict.fromkeys(("codes", "up_code_bytes", "down_code_bytes"), 0),
+            "activation": packed["activation"],
+            "is_gated": packed["is_gated"],
+        }
+        return partial(kernels.experts, number, *groups, **arguments)
 
     def _states(self, number: int) -> Iterator[Case]:
         for name, rows, length in (("decode", 8, 1), ("prefill", 1, 32)):

@@ -117,3 +117,84 @@ def test_weights_that_differ_are_not_grouped():
     weight = random_weight(40, INPUTS)
     halved = kernels.quantized_method(make_spec(weight, float32, 20, 20), weight)
     assert kernels.group([halved]) is None
+
+
+TOKENS = 37
+TOP = 3
+FIRST = 2
+"""Experts of number FIRST and on are held; FIRST of others stand before and after them."""
+
+
+def of_experts(
+    products: tuple[GroupedPanels, GroupedPanels],
+    biases: tuple[Tensor | None, Tensor | None],
+    epilogue: Epilogue,
+    routed: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Operation by operation."""
+    x, experts, weights = routed
+    count = len(ENDS)
+    held = experts - FIRST
+    held = torch.where((held >= 0) & (held < count), held, count)
+    chosen, order = held.flatten().sort(stable=True)
+    ends = torch.searchsorted(chosen, torch.arange(count), right=True, out_int32=True)
+    between = products[0](x[order // TOP], ends, biases[0], epilogue)
+    rows = products[1](between, ends, biases[1])
+    rows.masked_fill_((chosen >= count).unsqueeze(1), 0)
+    out = torch.empty_like(rows)
+    out[order] = rows
+    return (out.view(len(x), TOP, INPUTS) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "float8", "8 bits", "4 bits"])
+def test_experts_in_one_call_have_the_bits_of_its_operations(kind, dtype):
+    """With experts that are held elsewhere, with some that no token goes to, and x in a wider
+    tensor."""
+    gate_up = make_methods(kind, 2 * INPUTS, dtype)
+    down = make_methods(kind, INPUTS, dtype)
+    biases = (
+        torch.randn(len(ENDS), 2 * INPUTS).to(dtype),
+        torch.randn(len(ENDS), INPUTS).to(dtype),
+    )
+    wide = torch.randn(TOKENS, 2 * INPUTS).to(dtype)
+    numbers = torch.arange(len(ENDS) + 2 * FIRST)
+    numbers = numbers[numbers != FIRST + 1]
+    for tokens in (TOKENS, 1, 0):
+        x = wide[:tokens, INPUTS:]
+        drawn = torch.rand(tokens, len(numbers)).topk(TOP).indices
+        routed = x, numbers[drawn], torch.rand(tokens, TOP)
+        for added in ((None, None), biases):
+            for activation in ("silu", "clamped_swiglu"):
+                epilogue = Epilogue(activation, gated=True)
+                made = CpuKernels().experts(gate_up, down, added, epilogue, FIRST)
+                assert made is not None
+                products = GroupedPanels.of(gate_up), GroupedPanels.of(down)
+                assert torch.equal(made(*routed), of_experts(products, added, epilogue, routed))
+
+
+def test_the_clamped_swiglu_is_its_formula(dtype):
+    """With gates and ups beyond the limits, and NaN."""
+    method = make_methods("plain", 2 * INPUTS, dtype)[0]
+    x = 10 * torch.randn(50, INPUTS).to(dtype)
+    x[3, 4] = torch.nan
+    exact = method.multiply(x, None).double()
+    gate, up = exact.chunk(2, dim=1)
+    assert gate.nan_to_num().max() > 8 and up.nan_to_num().min() < -8
+    gate = gate.clamp(max=7)
+    expected = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+    found = method.apply(x, None, Epilogue("clamped_swiglu", gated=True)).double()
+    rounding = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, atol=rounding, rtol=rounding, equal_nan=True)
+
+
+def test_experts_that_are_not_computed_in_one_call():
+    dtype = torch.float32
+    gate_up = make_methods("plain", 2 * INPUTS, dtype)
+    down = make_methods("plain", INPUTS, dtype)
+    kernels = CpuKernels()
+    biases = (None, None)
+    assert kernels.experts(gate_up, down, biases, Epilogue("silu", gated=True), 0) is not None
+    assert kernels.experts(gate_up, down, biases, Epilogue("tanh", gated=True), 0) is None
+    narrow = make_methods("plain", 40, dtype)
+    assert kernels.experts(narrow, down, biases, Epilogue("silu", gated=True), 0) is None
+    assert kernels.experts(gate_up, narrow, biases, Epilogue("silu", gated=True), 0) is None

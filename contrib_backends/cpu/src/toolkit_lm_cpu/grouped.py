@@ -1,4 +1,5 @@
-"""GroupedPanels: one product of several weights in panels, each with rows of its own."""
+"""GroupedPanels: one product of several weights in panels, each with rows of its own.
+PanelExperts: all that experts with such weights compute."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from toolkit_lm_cpu.arguments import LinearPart, Quantized
 from toolkit_lm_cpu.library import _kernels
-from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
+from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear, number_of
 from toolkit_lm_cpu.quantized import QuantizedPanels, size_of_codes
 
 
@@ -28,14 +29,14 @@ class GroupedPanels:
             for method in methods
         ]
         packed = [method.packed for method in methods]
-        self._group = _kernels.group(
+        self.group = _kernels.group(
             tuple(
                 LinearPart(weights=weight.data_ptr(), quantized=how)
                 for weight, how in zip(packed, quantized, strict=True)
                 if weight is not None
             )
         )
-        self._code_bytes = max(
+        self.code_bytes = max(
             size_of_codes(how) if isinstance(method, QuantizedPanels) else 0
             for method, how in zip(methods, quantized, strict=True)
         )
@@ -67,16 +68,17 @@ class GroupedPanels:
         the last end are undefined."""
         activation, gated, residual = epilogue
         assert residual is None
-        fused = activation in ACTIVATIONS and (not gated or self.outputs % (2 * LANES) == 0)
+        number = number_of(activation, gated)
+        fused = number is not None and (not gated or self.outputs % (2 * LANES) == 0)
         outputs = self.outputs // 2 if gated and fused else self.outputs
         if rows.stride(1) != 1 or rows.stride(0) % 2:
             rows = rows.contiguous()
         out = rows.new_empty(len(rows), outputs)
-        codes = torch.empty(len(rows) * self._code_bytes, dtype=torch.uint8)
+        codes = torch.empty(len(rows) * self.code_bytes, dtype=torch.uint8)
         element = rows.element_size()
         _kernels.grouped(
             self.type,
-            self._group,
+            self.group,
             ends=ends.data_ptr(),
             biases=0 if biases is None else biases.data_ptr(),
             bias_bytes=0 if biases is None else biases.stride(0) * element,
@@ -85,10 +87,98 @@ class GroupedPanels:
             x_stride=rows.stride(0),
             out=out.data_ptr(),
             codes=codes.data_ptr(),
-            code_bytes=self._code_bytes,
+            code_bytes=self.code_bytes,
             inputs=self.inputs,
             outputs=outputs,
-            activation=ACTIVATIONS[activation] if fused else ACTIVATIONS[None],
+            activation=number if number is not None and fused else ACTIVATIONS[None],
             is_gated=gated and fused,
         )
         return out if fused else epilogue.finish(out)
+
+
+class PanelExperts:
+    """Experts in one call: their rows are brought together, multiplied as GroupedPanels does, and
+    summed with their weights. A RoutedProduct."""
+
+    def __init__(
+        self,
+        products: tuple[GroupedPanels, GroupedPanels],
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+        first: int,
+    ) -> None:
+        self.products = products
+        self.biases = biases
+        """They own the memory that the kernels point to."""
+        self.first = first
+        self.gated = epilogue.gated
+        number = number_of(epilogue.activation, epilogue.gated)
+        assert number is not None
+        self.activation = number
+
+    @staticmethod
+    def of(
+        gate_up: Sequence[LinearMethod],
+        down: Sequence[LinearMethod],
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+        first: int,
+    ) -> PanelExperts | None:
+        """None: weights cannot be grouped, the kernels lack the activation, or a vector does not
+        divide the rows."""
+        products = GroupedPanels.of(gate_up), GroupedPanels.of(down)
+        if products[0] is None or products[1] is None:
+            return None
+        whole = 2 * LANES if epilogue.gated else LANES
+        fits = products[0].outputs % whole == products[1].outputs % LANES == 0
+        if not fits or number_of(epilogue.activation, epilogue.gated) is None:
+            return None
+        contiguous = (
+            None if biases[0] is None else biases[0].contiguous(),
+            None if biases[1] is None else biases[1].contiguous(),
+        )
+        return PanelExperts((products[0], products[1]), contiguous, epilogue, first)
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], experts [T, K] (int64), weights [T, K] (float32) -> [T, H]."""
+        gate_up, down = self.products
+        up_bias, down_bias = self.biases
+        experts = experts.contiguous()
+        weights = weights.float().contiguous()
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        tokens, top = experts.shape
+        count = tokens * top
+        element = x.element_size()
+        inner = down.inputs
+        out = x.new_empty(tokens, down.outputs)
+        rows = x.new_empty(count, gate_up.inputs + inner)
+        codes = torch.empty(count * max(gate_up.code_bytes, down.code_bytes), dtype=torch.uint8)
+        _kernels.experts(
+            gate_up.type,
+            gate_up.group,
+            down.group,
+            x=x.data_ptr(),
+            chosen=experts.data_ptr(),
+            weights=weights.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            tokens=tokens,
+            top=top,
+            first=self.first,
+            hidden=gate_up.inputs,
+            inner=inner,
+            element=element,
+            up_biases=0 if up_bias is None else up_bias.data_ptr(),
+            down_biases=0 if down_bias is None else down_bias.data_ptr(),
+            up_bias_bytes=0 if up_bias is None else up_bias.stride(0) * element,
+            down_bias_bytes=0 if down_bias is None else down_bias.stride(0) * element,
+            rows=rows.data_ptr(),
+            between=rows.data_ptr() + count * gate_up.inputs * element,
+            codes=codes.data_ptr(),
+            up_code_bytes=gate_up.code_bytes,
+            down_code_bytes=down.code_bytes,
+            activation=self.activation,
+            is_gated=self.gated,
+        )
+        return out

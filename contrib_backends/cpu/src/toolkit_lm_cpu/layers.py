@@ -18,6 +18,7 @@ from toolkit_lm.model import (
     LinearSpec,
     LowRank,
     QuantizedWeight,
+    RoutedProduct,
     Rows,
     StateRows,
     UnquantizedMethod,
@@ -29,7 +30,7 @@ from toolkit_lm_cpu.adapters import CpuLowRank
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.float8 import panels_of
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
-from toolkit_lm_cpu.grouped import GroupedPanels
+from toolkit_lm_cpu.grouped import GroupedPanels, PanelExperts
 from toolkit_lm_cpu.library import (
     _kernels,
     bind_threads,
@@ -161,6 +162,16 @@ class CpuKernels(Kernels):
 
     def group(self, methods: Sequence[LinearMethod]) -> GroupedProduct | None:
         return GroupedPanels.of(methods)
+
+    def experts(
+        self,
+        gate_up: Sequence[LinearMethod],
+        down: Sequence[LinearMethod],
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+        first: int,
+    ) -> RoutedProduct | None:
+        return PanelExperts.of(gate_up, down, biases, epilogue, first)
 
     def low_rank(self) -> LowRank | None:
         return CpuLowRank() if self._types else None

@@ -43,6 +43,13 @@ ACTIVATIONS: Mapping[str | None, int] = {
     "quick_gelu": exported("QUICK_GELU"),
 }
 """The kernels' number of an activation, by the name in the model's config."""
+_GATES: Mapping[str | None, int] = {"clamped_swiglu": exported("CLAMPED_SWIGLU")}
+"""Likewise of functions of gate and up together."""
+
+
+def number_of(activation: str | None, gated: bool) -> int | None:
+    """The kernels' number of what follows a product; None: they do not compute it."""
+    return _GATES[activation] if gated and activation in _GATES else ACTIVATIONS.get(activation)
 
 
 class PanelLinear(UnquantizedMethod):
@@ -143,12 +150,12 @@ class PanelLinear(UnquantizedMethod):
         activation, gated, residual = epilogue
         fits = self.is_halved or self.outputs % (2 * LANES) == 0 if gated else not self.is_halved
         added = added_to(self.added, x, rows)
-        if self.packed is None or activation not in ACTIVATIONS or not fits:
+        number = number_of(activation, gated)
+        if self.packed is None or number is None or not fits:
             if added is None:
                 return super().apply(x, bias, epilogue)
             out = linear(self.type, x, self.packed, self.outputs, bias, 0, False, None, added)
             return epilogue.finish(out)
-        number = ACTIVATIONS[activation]
         product = _product if added is None else partial(linear, added=added)
         return product(self.type, x, self.packed, self.outputs, bias, number, gated, residual)
 

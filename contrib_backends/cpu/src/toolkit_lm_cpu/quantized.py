@@ -22,7 +22,7 @@ from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Quantized
 from toolkit_lm_cpu.levels import PART, levels_of, may_have_levels, offsets_of
 from toolkit_lm_cpu.library import _kernels, code_isa, code_kernel, usable_types
-from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, added_to
+from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, added_to, number_of
 from toolkit_lm_cpu.rounding import FLOAT8, fine_group, round_again, rounding
 
 _WHOLE = 64
@@ -172,11 +172,12 @@ class QuantizedPanels(LinearMethod):
         half = self.outputs // 2
         fits = self.is_halved or half % LANES == 0 if gated else not self.is_halved
         added = added_to(self.added, x, rows)
-        if activation not in ACTIVATIONS or not fits:
+        number = number_of(activation, gated)
+        if number is None or not fits:
             if added is None:
                 return super().apply(x, bias, epilogue)
             return epilogue.finish(self._product(x, bias, added=added))
-        return self._product(x, bias, activation, gated, residual, added=added)
+        return self._product(x, bias, number, gated, residual, added=added)
 
     def embed(self, ids: Tensor) -> Tensor:
         if self.is_halved:
@@ -223,7 +224,7 @@ class QuantizedPanels(LinearMethod):
         self,
         x: Tensor,
         bias: Tensor | None,
-        activation: str | None = None,
+        activation: int = ACTIVATIONS[None],
         gated: bool = False,
         residual: Tensor | None = None,
         *,
@@ -249,7 +250,7 @@ class QuantizedPanels(LinearMethod):
             outputs or (self.outputs // 2 if gated else self.outputs),
             self.bits,
             bias,
-            ACTIVATIONS[activation],
+            activation,
             gated,
             residual,
         )

@@ -14,6 +14,7 @@ from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model import (
+    GATES,
     NO_EPILOGUE,
     Absent,
     Epilogue,
@@ -22,11 +23,11 @@ from toolkit_lm.model import (
     LinearBase,
     LinearMethod,
     LinearSpec,
+    RoutedProduct,
     Rows,
     Shard,
     UnquantizedMethod,
     choose_kernels,
-    gate,
     get_activation,
     join,
     torch_dtype,
@@ -90,6 +91,12 @@ def divide_experts(num_experts: int, parallel: ParallelConfig, subject: str) -> 
 def _top_k(config: HFConfig) -> int:
     """To how many experts a token goes."""
     return next((k for key in _NUMBERS_OF_CHOICES if (k := config.get(key, int)) is not None), 1)
+
+
+def _check_activation(name: str, gated: bool) -> None:
+    """Raises UnsupportedError for a name that neither `gate` nor `get_activation` accepts."""
+    if not (gated and name in GATES):
+        get_activation(name)
 
 
 GatedUnit = Callable[[Tensor], Tensor]
@@ -167,6 +174,8 @@ class RoutedExperts(Bypassable):
     _products: tuple[GroupedProduct, ...] | None = None
     """The kernels' products of experts, gate and up, and down; empty: one by one. None: not asked
     for yet, as weights must be loaded first."""
+    _whole: RoutedProduct | None = None
+    """The kernels' product of all that experts compute, if they have one."""
     _methods: tuple[LinearMethod, ...] = ()
     """The methods that they were made of. A method may be wrapped later."""
     _choices: Tensor | None = None
@@ -196,7 +205,7 @@ class RoutedExperts(Bypassable):
         self.top_k = _top_k(HFConfig(vllm_config.hf_config))
         self.parallel = vllm_config.parallel
         self.activation = activation
-        get_activation(activation)
+        _check_activation(activation, gated)
         if self.parallel.enable_expert_parallel:
             self.held = divide_experts(num_experts, self.parallel, prefix)
             inner = Shard.whole(inner_size)
@@ -267,6 +276,10 @@ class RoutedExperts(Bypassable):
         """Computes `forward` for this rank's share of the inner dimensions or of the experts."""
         if self._choices is not None:
             self._choices[: len(experts)] = experts
+        if self.stacked is None and self._products is None:
+            self._group()
+        if self._whole is not None and self.may_bypass():
+            return self._whole(x, experts, weights)
         divided = len(self.held) < self.num_experts
         # Counted from the first that is held: rows of experts held elsewhere come last, and how
         # many they are need not be known.
@@ -274,8 +287,6 @@ class RoutedExperts(Bypassable):
         chosen, order = counted.flatten().sort(stable=True)
         tokens = order // experts.shape[1]
         rows = x[tokens]
-        if self.stacked is None and self._products is None:
-            self._group()
         # The grouped product calls no expert, and a hook waits for the call of its expert.
         if (self.stacked is None and not self._products) or not self.may_bypass():
             sorted_out = self._one_by_one(rows, chosen, tokens)
@@ -303,6 +314,11 @@ class RoutedExperts(Bypassable):
             )
             adds = self.get_submodule(f"{self.held[0]}.{PROJECTIONS[1]}").adds_bias
             self.stacked_biases = of_gate_up, of_down if adds else None
+        if self.unit is None:
+            gate_up, down = (methods[i :: len(PROJECTIONS)] for i in range(len(PROJECTIONS)))
+            self._whole = self.kernels.experts(
+                gate_up, down, self.stacked_biases, self._follows, self.held.start
+            )
 
     def _projections(self) -> tuple[LinearMethod, ...]:
         """The methods of the experts held: of each, gate and up, then down."""
@@ -319,21 +335,20 @@ class RoutedExperts(Bypassable):
         if self.stacked is None:
             assert self._products
             first, second = self._products
-            unit = self.unit
-            follows = Epilogue(self.activation, gated=self.gated) if unit is None else NO_EPILOGUE
-            x = first(rows, ends, of_gate_up, follows)
-            return second(x if unit is None else unit(x), ends, of_down, NO_EPILOGUE)
+            x = first(rows, ends, of_gate_up, self._follows)
+            return second(x if self.unit is None else self.unit(x), ends, of_down, NO_EPILOGUE)
         gate_up, down = self.stacked
         held = chosen.clamp(max=len(self.held) - 1)
         x = F.grouped_mm(rows, gate_up.mT, offs=ends)
         x = x if of_gate_up is None else x.add_(of_gate_up[held])
-        x = self.activated(x) if self.unit is None else self.unit(x)
+        x = self._follows.finish(x) if self.unit is None else self.unit(x)
         x = F.grouped_mm(x, down.mT, offs=ends)
         return x if of_down is None else x.add_(of_down[held])
 
-    def activated(self, x: Tensor) -> Tensor:
-        """activation(gate) * up of both side by side [rows, 2 * inner], or activation(up)."""
-        return gate(x, self.activation) if self.gated else get_activation(self.activation)(x)
+    @property
+    def _follows(self) -> Epilogue:
+        """What follows the product of gate and up, but for `unit`."""
+        return NO_EPILOGUE if self.unit else Epilogue(self.activation, gated=self.gated)
 
     def refuses_bypass(self) -> str | None:
         methods = self._projections()

@@ -17,6 +17,9 @@ from toolkit_lm_moe.experts import GatedUnit
 from toolkit_lm_moe.routed import RoutedBlock, RoutedForCausalLM
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_ALPHA = 1.702
+_LIMIT = 7.0
+"""Of all checkpoints that are known: kernels compute the clamped SwiGLU with these."""
 _GATE_UP = re.compile(r"(.*\.experts\.\d+)\.gate_up_proj\.(\w+)")
 
 
@@ -48,9 +51,14 @@ def clamped_swiglu(x: Tensor, *, alpha: float, limit: float) -> Tensor:
 class GptOssBlock(RoutedBlock):
     has_bias = True
 
-    def unit(self, config: HFConfig) -> GatedUnit:
-        alpha = config.get("swiglu_alpha", float, 1.702)
-        return partial(clamped_swiglu, alpha=alpha, limit=config.get("swiglu_limit", float, 7.0))
+    def activation(self, config: HFConfig) -> str:
+        return "clamped_swiglu"
+
+    def unit(self, config: HFConfig) -> GatedUnit | None:
+        found = config.get("swiglu_alpha", float, _ALPHA), config.get("swiglu_limit", float, _LIMIT)
+        if found == (_ALPHA, _LIMIT):
+            return None
+        return partial(clamped_swiglu, alpha=found[0], limit=found[1])
 
 
 def split_stacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -57,7 +57,7 @@ class RoutedBlock(nn.Module):
             num_experts,
             hidden_size,
             self.inner_size(config),
-            activation=config.get("hidden_act", str, "silu"),
+            activation=self.activation(config),
             unit=self.unit(config),
             bias=self.has_bias,
             vllm_config=vllm_config,
@@ -72,8 +72,12 @@ class RoutedBlock(nn.Module):
         """Whether the weights of a token's experts sum to one."""
         return True
 
+    def activation(self, config: HFConfig) -> str:
+        """A name that `gate` accepts."""
+        return config.get("hidden_act", str, "silu")
+
     def unit(self, config: HFConfig) -> GatedUnit | None:
-        """What an expert computes of gate and up. None: activation(gate) * up."""
+        """What an expert computes of gate and up. None: its activation."""
         return None
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:

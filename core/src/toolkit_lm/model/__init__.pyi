@@ -1,4 +1,4 @@
-from .activation import gate as gate, get_activation as get_activation
+from .activation import GATES as GATES, gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
 from .compiler import (
     GraphShape as GraphShape,
@@ -26,6 +26,7 @@ from .kernels import (
     FusedLayer as FusedLayer,
     GroupedProduct as GroupedProduct,
     Kernels as Kernels,
+    RoutedProduct as RoutedProduct,
     StateRows as StateRows,
     choose_kernels as choose_kernels,
     choose_method as choose_method,

@@ -49,6 +49,16 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 )
 
 
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return (up.clamp(-7, 7) + 1) * _quick_gelu(gate.clamp(max=7))
+
+
+GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {"clamped_swiglu": _clamped_swiglu}
+)
+"""Functions of gate and up other than activation(gate) * up, which `gate` accepts too."""
+
+
 def get_activation(name: str) -> Activation:
     """Returns the elementwise function of that name, which never writes to its argument. Raises
     UnsupportedError for an unknown name."""
@@ -59,6 +69,8 @@ def get_activation(name: str) -> Activation:
 
 def gate(x: Tensor, activation: str) -> Tensor:
     """[gate, up] side by side [T, 2 * size] -> activation(gate) * up [T, size] (Shazeer 2020:
-    SwiGLU, GeGLU, ...)."""
+    SwiGLU, GeGLU, ...), or one of GATES."""
     first, up = x.chunk(2, dim=-1)
+    if activation in GATES:
+        return GATES[activation](first, up)
     return get_activation(activation)(first).mul_(up)

@@ -41,6 +41,10 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor | None, Epilogue], Tensor]
 ends [E] (int32) of each one's rows, biases [E, outputs] or None, an activation that follows, if any
 -> [R, outputs]. Rows past the last end are undefined."""
 
+RoutedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) -> [T, H],
+summed over the experts that are held, in float32."""
+
 StateRows = tuple[Tensor, Tensor, Tensor]
 """R sequences that compute L tokens each in a step of recurrent layers: their tokens in the flat
 batch [R, L], neighbours each, their blocks [R], and how many tokens each had computed before [R],
@@ -67,6 +71,7 @@ class Kernels:
             "quantized_method",
             "explain_quantized",
             "group",
+            "experts",
             "linear",
             "layer_norm",
             "likeliest",
@@ -115,6 +120,19 @@ class Kernels:
     def group(self, methods: Sequence[LinearMethod]) -> GroupedProduct | None:
         """Makes one product of several experts' methods, once their weights are loaded. None: each
         multiplies its own rows."""
+        return None
+
+    def experts(
+        self,
+        gate_up: Sequence[LinearMethod],
+        down: Sequence[LinearMethod],
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+        first: int,
+    ) -> RoutedProduct | None:
+        """Makes the whole of the experts held, numbers `first` and on, once their weights are
+        loaded: `gate_up`, the epilogue, `down`, with biases [E, outputs] of each. None: the caller
+        brings each one's rows together, for `group`."""
         return None
 
     def fuse(self, parts: Any) -> FusedLayer | None:

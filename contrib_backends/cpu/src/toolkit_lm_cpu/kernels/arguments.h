@@ -32,6 +32,10 @@
 #define GROUPED_FIELDS(F)                                                                          \
     F(ends) F(biases) F(bias_bytes) F(element) F(x) F(x_stride) F(out) F(codes) F(code_bytes)      \
     F(inputs) F(outputs) F(activation) F(is_gated)
+#define EXPERTS_FIELDS(F)                                                                          \
+    F(x) F(chosen) F(weights) F(out) F(x_stride) F(tokens) F(top) F(first) F(hidden) F(inner)      \
+    F(element) F(up_biases) F(down_biases) F(up_bias_bytes) F(down_bias_bytes) F(rows) F(between)  \
+    F(codes) F(up_code_bytes) F(down_code_bytes) F(activation) F(is_gated)
 #define NORM_FIELDS(F)                                                                             \
     F(x) F(residual) F(sum) F(out) F(x_stride) F(head_stride) F(residual_stride)                   \
     F(tokens) F(heads) F(size) F(weight) F(bias) F(eps) F(is_wide)
@@ -90,6 +94,7 @@
     K(pack_codes, PACK_CODES_FIELDS, PackCodes)                                                    \
     K(quantized_linear, QUANTIZED_LINEAR_FIELDS, Linear)                                           \
     K(grouped, GROUPED_FIELDS, GroupedRows)                                                        \
+    K(experts, EXPERTS_FIELDS, Experts)                                                            \
     K(norm, NORM_FIELDS, Norm)                                                                     \
     K(rotate, ROTATE_FIELDS, Rotate)                                                               \
     K(likeliest, LIKELIEST_FIELDS, Likeliest)                                                      \

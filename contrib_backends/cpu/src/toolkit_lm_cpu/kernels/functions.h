@@ -155,3 +155,10 @@ BASE INLINE Floats activate(int activation, Floats x) {
             return x;
     }
 }
+
+/* (up + 1) * gate * sigmoid(1.702 gate): both at most 7, and up at least -7. NaN stays. */
+BASE INLINE Floats clamped_swiglu(Floats gate, Floats up) {
+    const Floats limit = splat(7.0f);
+    up = min_lanes(limit, max_lanes(splat(-7.0f), up));
+    return mul_lanes(add_lanes(up, splat(1.0f)), activate(QUICK_GELU, min_lanes(limit, gate)));
+}

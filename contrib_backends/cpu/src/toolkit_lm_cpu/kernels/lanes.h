@@ -78,6 +78,7 @@
 #define fma_lanes ISA(fma_lanes)   /* x y + z */
 #define fnma_lanes ISA(fnma_lanes) /* z - x y */
 #define abs_lanes ISA(abs_lanes)
+#define rounded ISA(rounded) /* the same; a product is not made one with what is added to it */
 #define round_lanes ISA(round_lanes) /* to nearest, ties to even */
 #define ldexp_lanes ISA(ldexp_lanes) /* (mask, x, n): x 2^n, for n from -126 on; elsewhere zeros */
 #define or_words ISA(or_words)
@@ -131,6 +132,7 @@
 #define erf_lanes ISA(erf_lanes)
 #define floats_float8 ISA(floats_float8)
 #define activate ISA(activate)
+#define clamped_swiglu ISA(clamped_swiglu)
 #define scales_at ISA(scales_at)
 #define Levels ISA(Levels)
 #define levels_of ISA(levels_of)

@@ -127,6 +127,10 @@ BASE INLINE Floats abs_lanes(Floats x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return (Floats){_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
+BASE INLINE Floats rounded(Floats x) {
+    __asm__("" : "+x"(x.low), "+x"(x.high));
+    return x;
+}
 BASE INLINE Floats round_lanes(Floats x) {
     return (Floats){_mm256_round_ps(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
                     _mm256_round_ps(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};

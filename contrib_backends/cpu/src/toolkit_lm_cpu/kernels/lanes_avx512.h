@@ -51,6 +51,10 @@ BASE INLINE Floats max_lanes(Floats x, Floats y) { return _mm512_max_ps(x, y); }
 BASE INLINE Floats fma_lanes(Floats x, Floats y, Floats z) { return _mm512_fmadd_ps(x, y, z); }
 BASE INLINE Floats fnma_lanes(Floats x, Floats y, Floats z) { return _mm512_fnmadd_ps(x, y, z); }
 BASE INLINE Floats abs_lanes(Floats x) { return _mm512_abs_ps(x); }
+BASE INLINE Floats rounded(Floats x) {
+    __asm__("" : "+v"(x));
+    return x;
+}
 BASE INLINE Floats round_lanes(Floats x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

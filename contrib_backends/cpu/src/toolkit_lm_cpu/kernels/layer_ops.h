@@ -134,6 +134,28 @@ TARGET static void NAME(norm)(void *job, long item) {
     }
 }
 
+/*
+ * Some tokens: the sum of their experts' rows by their weights. A product is rounded before it is
+ * added, as where one operation gives it and another adds it.
+ */
+TARGET static void NAME(combine)(void *job, long item) {
+    const Experts *e = job;
+    const long end = (item + 1) * SOME_ROWS < e->tokens ? (item + 1) * SOME_ROWS : e->tokens;
+    for (long token = item * SOME_ROWS; token < end; token++) {
+        const long *places = e->places + token * e->top;
+        const float *weights = e->weights + token * e->top;
+        for (long i = 0; i < e->hidden; i += LANES) {
+            Floats sum = splat(0);
+            for (long k = 0; k < e->top; k++) {
+                if (places[k] < 0) continue;
+                const ELEMENT *row = (const ELEMENT *)e->rows + places[k] * e->hidden;
+                sum = add_lanes(sum, rounded(mul_lanes(FLOATS(row + i), splat(weights[k]))));
+            }
+            STORE((ELEMENT *)e->out + token * e->hidden + i, sum);
+        }
+    }
+}
+
 /* As `rotate`, of one token and the last dimensions, fewer than a vector's. */
 TARGET static void NAME(rotate_edge)(const Rotate *r, ELEMENT *x, const ELEMENT *cos,
                                      const ELEMENT *sin, long half, size_t there) {

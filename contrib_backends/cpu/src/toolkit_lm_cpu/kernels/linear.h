@@ -284,8 +284,13 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
         }
     }
     for (long r = 0; r < rows; r++) {
-        Floats y = activate(l->activation, add_lanes(floats_f32(sums + r * PANELS * LANES), bias));
-        if (l->is_gated) y = mul_lanes(y, add_lanes(floats_f32(up + r * PANELS * LANES), up_bias));
+        Floats y = add_lanes(floats_f32(sums + r * PANELS * LANES), bias);
+        if (l->is_gated && l->activation == CLAMPED_SWIGLU)
+            y = clamped_swiglu(y, add_lanes(floats_f32(up + r * PANELS * LANES), up_bias));
+        else
+            y = activate(l->activation, y);
+        if (l->is_gated && l->activation != CLAMPED_SWIGLU)
+            y = mul_lanes(y, add_lanes(floats_f32(up + r * PANELS * LANES), up_bias));
         if (l->residual != NULL) {
             const ELEMENT *from =
                 (const ELEMENT *)l->residual + (row + r) * l->residual_stride + first;

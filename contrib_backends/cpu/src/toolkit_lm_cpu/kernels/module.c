@@ -71,6 +71,7 @@
 #include "kernels.h"
 
 #define norm_amx norm_bf16
+#define combine_amx combine_bf16
 #define quantize_amx quantize_bf16
 #define rotate_amx rotate_bf16
 #define likeliest_amx likeliest_bf16
@@ -100,6 +101,7 @@ static const Item linear_types[] = TYPES_OF(multiply);
 static const Item low_types[] = TYPES_OF(multiply_low);
 static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
+static const Item combine_types[] = TYPES_OF(combine);
 static const Item quantize_types[] = TYPES_OF(quantize);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
@@ -477,6 +479,7 @@ static PyObject *lose(PyObject *self, PyObject *args) {
 }
 
 #include "grouped.h"
+#include "experts.h"
 #include "run_layer.h"
 
 /* Their keyword arguments are in arguments.h. */
@@ -510,6 +513,8 @@ static PyMethodDef methods[] = {
     {"group", group, METH_O, "group(tuple of LinearPart) -> weights for `grouped`: see grouped.h."},
     {"grouped", AS_KEYWORDS(grouped),
      "grouped(type, group, *, ...): `linear`, or `quantized_linear`, of each weight and its rows."},
+    {"experts", AS_KEYWORDS(experts),
+     "experts(type, group, group, *, ...): experts, of gate and up and of down: see experts.h."},
     {"norm", AS_KEYWORDS(norm), "norm(type, *, ...): see ops.h."},
     {"rotate", AS_KEYWORDS(rotate), "rotate(type, *, ...): see ops.h."},
     {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},

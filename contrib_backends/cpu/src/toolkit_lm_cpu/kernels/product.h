@@ -28,7 +28,7 @@
 enum { CODED, E4M3, E5M2 };
 
 /* module.c exports their numbers. */
-#define ACTIVATIONS(A) A(PLAIN) A(RELU) A(SILU) A(GELU) A(GELU_TANH) A(QUICK_GELU)
+#define ACTIVATIONS(A) A(PLAIN) A(RELU) A(SILU) A(GELU) A(GELU_TANH) A(QUICK_GELU) A(CLAMPED_SWIGLU)
 #define NUMBER(name) name,
 enum { ACTIVATIONS(NUMBER) };
 #undef NUMBER
@@ -158,6 +158,24 @@ typedef struct {
     long x_stride, inputs, outputs;
     int activation, is_gated;
 } GroupedRows;
+
+/* Of experts.h: tokens, and the experts that each goes to. */
+typedef struct {
+    const void *x;         /* [tokens, hidden] */
+    const int64_t *chosen; /* [tokens, top]: the numbers of experts */
+    const float *weights;  /* [tokens, top] */
+    void *out;             /* [tokens, hidden] */
+    long x_stride, tokens, top;
+    long first; /* the number of the first expert that is held */
+    long hidden, inner, element;
+    const void *up_biases, *down_biases; /* as of GroupedRows, and the next two */
+    long up_bias_bytes, down_bias_bytes;
+    void *rows, *between; /* memory for [tokens * top, hidden] and [tokens * top, inner] */
+    void *codes;          /* memory for the codes of either, or NULL */
+    long up_code_bytes, down_code_bytes;
+    int activation, is_gated;
+    const long *places; /* [tokens, top]: in `rows`, or ELSEWHERE */
+} Experts;
 
 /* Items of A x of a group. */
 static inline long low_items(const Linear *l, long g) {
