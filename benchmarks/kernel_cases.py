@@ -109,6 +109,7 @@ class Cases:
         yield "packing", self._pack(number, dtype)
         yield "greedy token of a product, 8 rows", self._likeliest_output(number, dtype)
         yield "greedy token", self._likeliest(number, dtype)
+        yield "soft cap", self._soft_cap(number, dtype)
         yield "attention, decode", self._attention(number, dtype, [1] * 8, 512)
         yield "attention, prefill", self._attention(number, dtype, [96], 160)
         yield (
@@ -252,6 +253,10 @@ class Cases:
             "width": width,
         }
         return partial(self._kernels.embed, OUTPUTS, **arguments)
+
+    def _soft_cap(self, number: int, dtype: str) -> Callable[[], object]:
+        x = self._memory.floats(dtype, 8 * 8192)
+        return partial(self._kernels.soft_cap, number, 8, x=x, stride=8192, size=8192, cap=30.0)
 
     def _likeliest(self, number: int, dtype: str) -> Callable[[], object]:
         arguments = {

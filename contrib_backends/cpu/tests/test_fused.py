@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 30, **WINDOW, **KINDS}),
     "olmo2": ("Olmo2", {"head_dim": 16, "attention_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, **WINDOW}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW, **KINDS}),
     "qwen3_moe": (
         "Qwen3Moe",
         {

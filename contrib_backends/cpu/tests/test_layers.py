@@ -349,6 +349,23 @@ def test_the_likeliest(dtype, size) -> None:
     assert found.tolist() == same.int().argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 1000])
+def test_soft_caps(dtype, size) -> None:
+    """Rows of a wider tensor, in place; what is beside them stays. Torch rounds at the same
+    places, and its tanh differs in the last bits of a float."""
+    wide = 40 * torch.randn(40, size + 3).to(dtype)
+    wide[3, 0] = torch.inf
+    wide[4, 0] = -torch.inf
+    wide[5, 0] = torch.nan
+    before = wide.clone()
+    found = CpuKernels().soft_cap(wide[:, :size], 30.0)
+    assert found.data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[:, size:], before[:, size:])
+    expected = 30.0 * torch.tanh(before[:, :size] / 30.0)
+    rounding = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=rounding, equal_nan=True)
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("outputs", [1, 100, 1003])
 def test_the_likeliest_output_is_that_of_the_product(dtype, outputs, number, threads) -> None:

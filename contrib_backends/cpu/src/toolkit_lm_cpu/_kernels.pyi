@@ -252,6 +252,16 @@ def likeliest(
     stride: int,
     size: int,
 ) -> None: ...
+def soft_cap(
+    type: int,
+    rows: int,
+    /,
+    *,
+    x: int,
+    stride: int,
+    size: int,
+    cap: float,
+) -> None: ...
 def embed(
     num_rows: int,
     /,

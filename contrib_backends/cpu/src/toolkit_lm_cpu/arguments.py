@@ -118,6 +118,7 @@ class Layer(NamedTuple):
     scale: float
     soft_cap: float
     window: int
+    sinks: int
 
 
 TUPLES: tuple[type[Any], ...] = (

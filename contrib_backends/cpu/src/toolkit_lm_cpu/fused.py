@@ -91,6 +91,8 @@ class FusedDecoderLayer:
         self._memory = width + -(-codes // self.dtype.itemsize)
         """Elements of the workspace for a token."""
         self._workspace = workspace
+        self._sinks = None if attention.sinks is None else attention.sinks.detach().float()
+        """[heads], float32: a copy, unless the model has them so."""
         self._bound: object = None
         # Keeps alive what the kernels point to.
         self._parts = parts
@@ -144,6 +146,7 @@ class FusedDecoderLayer:
                 scale=attention.scale,
                 soft_cap=attention.soft_cap or 0.0,
                 window=attention.window or 0,
+                sinks=0 if self._sinks is None else self._sinks.data_ptr(),
             )
         )
         self._bound = backend
@@ -168,6 +171,9 @@ class FusedDecoderLayer:
         if self._bound is not backend:
             self._bind(backend, binding.kv_cache)
         step = cast(Metadata, meta)
+        if self._sinks is not None and self._parts.attn.params.sinks is not None:
+            # Others may have changed the model's.
+            self._sinks.copy_(self._parts.attn.params.sinks)
         tokens = len(x)
         adapted = None
         for linear in self._products:
@@ -220,7 +226,6 @@ def fits(parts: LayerParts) -> bool:
         and len({linear.spec.dtype for linear in products}) == 1
         and params.attention_type is AttentionType.DECODER
         and params.bias is None
-        and params.sinks is None
         and not params.spans
     )
 

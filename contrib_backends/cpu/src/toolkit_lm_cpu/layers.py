@@ -284,6 +284,20 @@ class CpuKernels(Kernels):
         )
         return best, indices
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        fits = x.dtype in self._types and x.device.type == "cpu" and x.stride(-1) == 1
+        if not fits or x.dim() != 2 or torch.compiler.is_compiling():
+            return super().soft_cap(x, cap)
+        _kernels.soft_cap(
+            self._types[x.dtype],
+            len(x),
+            x=x.data_ptr(),
+            stride=x.stride(0),
+            size=x.shape[1],
+            cap=cap,
+        )
+        return x
+
     def causal_conv(
         self,
         x: Tensor,

@@ -16,6 +16,7 @@ from toolkit_lm.model import (
     Rotation,
     Shard,
     ShardLoader,
+    choose_kernels,
     new_parameter,
     torch_dtype,
 )
@@ -118,12 +119,11 @@ class CappedForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.soft_cap = HFConfig(vllm_config.hf_config).get("final_logit_softcapping", float)
+        self.kernels = choose_kernels()
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = super().compute_logits(hidden_states)
-        return (
-            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        )
+        return logits if self.soft_cap is None else self.kernels.soft_cap(logits, self.soft_cap)
 
 
 class Gemma2ForCausalLM(CappedForCausalLM):

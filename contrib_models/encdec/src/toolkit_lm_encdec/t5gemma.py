@@ -15,6 +15,7 @@ from toolkit_lm.model import (
     RMSNorm,
     Rotation,
     VocabParallelEmbedding,
+    choose_kernels,
     join,
     see_encoder_tokens,
 )
@@ -176,6 +177,7 @@ class T5GemmaForConditionalGeneration(Model):
         self.model = T5GemmaModel(vllm_config=vllm_config, prefix=join(prefix, "model"))
         config = HFConfig(config_of("decoder", vllm_config).hf_config)
         self.soft_cap = config.get("final_logit_softcapping", float)
+        self.kernels = choose_kernels()
         is_tied = HFConfig(vllm_config.hf_config).get("tie_word_embeddings", bool, True)
         sizes = config.require("vocab_size", int), config.require("hidden_size", int)
         embedding: Any = self.model.decoder.embed_tokens
@@ -200,4 +202,4 @@ class T5GemmaForConditionalGeneration(Model):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden_states)
-        return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
+        return logits if self.soft_cap is None else self.kernels.soft_cap(logits, self.soft_cap)

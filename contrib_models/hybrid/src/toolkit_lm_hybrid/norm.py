@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import Shard, ShardLoader, get_activation, new_parameter, torch_dtype
+from toolkit_lm.model import (
+    Shard,
+    ShardLoader,
+    choose_kernels,
+    get_activation,
+    new_parameter,
+    torch_dtype,
+)
 from torch import Tensor, nn
 
 
@@ -24,6 +31,7 @@ class GatedRMSNorm(nn.Module):
         vllm_config: VllmConfig,
     ) -> None:
         super().__init__()
+        self.kernels = choose_kernels()
         self.group = group
         self.eps = eps
         self.gate_first = gate_first
@@ -40,6 +48,9 @@ class GatedRMSNorm(nn.Module):
         gate = self.activation(gate.float())
         if self.gate_first:
             x = x * gate
+        if not self.is_shared and self.group >= x.shape[-1]:
+            x = self.kernels.rms_norm(x, self.weight.float(), self.eps)
+            return (x if self.gate_first else x * gate).to(self.dtype)
         pieces = x.view(*x.shape[:-1], -1, min(self.group, x.shape[-1]))
         squares = pieces.square().sum(-1, keepdim=True)
         if self.is_shared:

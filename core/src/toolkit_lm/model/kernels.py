@@ -75,6 +75,7 @@ class Kernels:
             "linear",
             "layer_norm",
             "likeliest",
+            "soft_cap",
             "causal_conv",
             "linear_attention",
             "selective_scan",
@@ -199,6 +200,10 @@ class Kernels:
         """The greatest value of each row [R, V] (NaN if there is any) and its index, the first of
         equals (int64): [R] each."""
         return torch.max(scores, dim=-1)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) (Bello et al. 2016), of logits [R, V], which may be written to."""
+        return cap * torch.tanh(x / cap)
 
     def causal_conv(
         self,

@@ -93,6 +93,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "layer_norm without a weight": lambda kernels, x, t: kernels.layer_norm(
         x, None, None, (t.size,), EPS
     ),
+    "soft_cap": lambda kernels, x, t: kernels.soft_cap(x.clone(), 2.0),
     "rotate": _rotated(interleaved=False),
     "rotate interleaved": _rotated(interleaved=True),
     "linear": lambda kernels, x, t: kernels.linear(x, t.matrix, t.bias[:1].expand(24).contiguous()),

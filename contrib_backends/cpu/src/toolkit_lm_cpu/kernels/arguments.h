@@ -42,6 +42,7 @@
 #define ROTATE_FIELDS(F)                                                                           \
     F(x) F(cos) F(sin) F(x_stride) F(head_stride) F(angle_stride) F(tokens) F(heads) F(size)
 #define LIKELIEST_FIELDS(F) F(scores) F(best) F(indices) F(stride) F(size)
+#define SOFT_CAP_FIELDS(F) F(x) F(stride) F(size) F(cap)
 #define EMBED_FIELDS(F) F(weights) F(ids) F(out) F(tokens) F(lanes) F(width)
 #define NORM_PART_FIELDS(F) F(weight) F(size) F(eps) F(is_wide)
 #define LINEAR_PART_FIELDS(F) F(weights) F(bias) F(quantized)
@@ -53,7 +54,7 @@
     F(input) F(post) F(queries) F(keys) F(attended) F(fed) F(qkv) F(out) F(gate_up) F(down)        \
     F(key_pages) F(value_pages) F(key_page) F(value_page) F(block_tiles)                           \
     F(code) F(key_scales) F(value_scales) F(scale_page)                                            \
-    F(scale) F(soft_cap) F(window)
+    F(scale) F(soft_cap) F(window) F(sinks)
 #define LAYER_STEP_FIELDS(F)                                                                       \
     F(x) F(residual) F(y) F(adds) F(tokens) F(workspace)                                           \
     F(cos) F(sin) F(angle_stride) F(angle_size) F(slots)
@@ -98,6 +99,7 @@
     K(norm, NORM_FIELDS, Norm)                                                                     \
     K(rotate, ROTATE_FIELDS, Rotate)                                                               \
     K(likeliest, LIKELIEST_FIELDS, Likeliest)                                                      \
+    K(soft_cap, SOFT_CAP_FIELDS, SoftCap)                                                          \
     K(embed, EMBED_FIELDS, Embed)                                                                  \
     K(run_layer, LAYER_STEP_FIELDS, LayerStep)                                                     \
     K(convolve, CONVOLVE_FIELDS, Convolution)                                                      \

@@ -40,6 +40,7 @@ typedef struct {
     long scale_page;
     float scale, soft_cap;
     long window;
+    const float *sinks; /* as of Step */
 } Layer;
 
 typedef struct {

@@ -196,6 +196,22 @@ TARGET static void NAME(rotate)(void *job, long item) {
     }
 }
 
+/* A row: cap * tanh(x / cap), in place. Each of the three results is rounded. */
+TARGET static void NAME(soft_cap)(void *job, long row) {
+    const SoftCap *s = job;
+    ELEMENT *x = (ELEMENT *)s->x + row * s->stride, edge[LANES] = {0};
+    const Floats cap = splat(s->cap);
+    for (long i = 0; i < s->size; i += LANES) {
+        const long there = s->size - i;
+        ELEMENT *at = there < LANES ? edge : x + i;
+        if (there < LANES) memcpy(edge, x + i, (size_t)there * sizeof *edge);
+        STORE(at, div_lanes(FLOATS(at), cap));
+        STORE(at, tanh_lanes(FLOATS(at)));
+        STORE(at, mul_lanes(FLOATS(at), cap));
+        if (there < LANES) memcpy(x + i, edge, (size_t)there * sizeof *edge);
+    }
+}
+
 /* The greatest element of a row, and where it is: the first of equals. NaN is greater than all. */
 TARGET static void NAME(likeliest)(void *job, long row) {
     const Likeliest *l = job;

@@ -72,6 +72,7 @@
 
 #define norm_amx norm_bf16
 #define combine_amx combine_bf16
+#define soft_cap_amx soft_cap_bf16
 #define quantize_amx quantize_bf16
 #define rotate_amx rotate_bf16
 #define likeliest_amx likeliest_bf16
@@ -101,6 +102,7 @@ static const Item linear_types[] = TYPES_OF(multiply);
 static const Item low_types[] = TYPES_OF(multiply_low);
 static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
+static const Item soft_cap_types[] = TYPES_OF(soft_cap);
 static const Item combine_types[] = TYPES_OF(combine);
 static const Item quantize_types[] = TYPES_OF(quantize);
 static const Item rotate_types[] = TYPES_OF(rotate);
@@ -383,6 +385,20 @@ static PyObject *likeliest(PyObject *self, PyObject *const *values, Py_ssize_t c
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
+static PyObject *soft_cap(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                          PyObject *names) {
+    const Call call = {values, count, names};
+    SoftCap s;
+    long rows;
+    int type;
+    (void)self;
+    if (!take_soft_cap(call, 2, &s) || !read_kernel(values[0], &type) ||
+        !read_long(values[1], &rows))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS share_out_if(rows * s.size > FEW, rows, soft_cap_types[type], &s);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
 static PyObject *embed(PyObject *self, PyObject *const *values, Py_ssize_t count,
                        PyObject *names) {
     const Call call = {values, count, names};
@@ -518,6 +534,7 @@ static PyMethodDef methods[] = {
     {"norm", AS_KEYWORDS(norm), "norm(type, *, ...): see ops.h."},
     {"rotate", AS_KEYWORDS(rotate), "rotate(type, *, ...): see ops.h."},
     {"likeliest", AS_KEYWORDS(likeliest), "likeliest(type, rows, *, ...): see ops.h."},
+    {"soft_cap", AS_KEYWORDS(soft_cap), "soft_cap(type, rows, *, ...): see ops.h."},
     {"embed", AS_KEYWORDS(embed),
      "embed(rows, *, ...): some of the rows of a packed weight, see ops.h."},
     {"convolve", AS_KEYWORDS(convolve), "convolve(type, *, ...): see states.h."},

@@ -39,6 +39,12 @@ typedef struct {
 } Likeliest;
 
 typedef struct {
+    void *x; /* [rows, size] */
+    long stride, size;
+    float cap;
+} SoftCap;
+
+typedef struct {
     const void *weights; /* panels */
     const int64_t *ids;  /* [tokens] */
     void *out;           /* [tokens, lanes] */

@@ -194,6 +194,7 @@ static PyObject *run_layer(PyObject *self, PyObject *const *values, Py_ssize_t c
     step.scale = l->scale;
     step.soft_cap = l->soft_cap;
     step.window = l->window;
+    step.sinks = l->sinks;
     step.sight = SEE_PAST;
     Write write = {.to_keys = l->key_pages,
                    .to_values = l->value_pages,
