@@ -12,7 +12,7 @@ from toolkit_lm_decoder.qwen3 import Qwen3Attention
 from torch import Tensor
 
 from toolkit_lm_hybrid.hybrid import HybridForCausalLM
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer
+from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, convolved
 
 
 class ShortConv(RecurrentMixer):
@@ -40,9 +40,7 @@ class ShortConv(RecurrentMixer):
         return result
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
-        out.zero_()
-        for rows, [windows] in self.steps():
-            out[rows.tokens] = self.conv(inputs[0], windows, rows)
+        out.copy_(convolved(self.conv, inputs[0], [*self.steps()]))
 
 
 def lfm_values(config: HFConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from toolkit_lm.model import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
+from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, convolved, head_parameter
 from toolkit_lm_hybrid.mixer_layer import RecurrentForCausalLM
 from toolkit_lm_hybrid.recurrence import scan
 
@@ -137,9 +137,7 @@ class MambaMixer(RecurrentMixer):
 
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
         steps = [*self.steps()]
-        x = torch.zeros_like(out)
-        for rows, (windows, _) in steps:
-            x[rows.tokens] = self.conv1d(inputs[0], windows, rows)
+        x = convolved(self.conv1d, inputs[0], steps)
         projected = self.x_proj(x.to(inputs[0].dtype))
         step, into, out_of = self.normed(*torch.split(projected, self.sizes, dim=-1))
         time = F.softplus(self.dt_proj(step.contiguous()).float())

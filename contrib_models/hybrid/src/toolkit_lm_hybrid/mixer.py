@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -126,6 +126,29 @@ class CausalConv(nn.Module):
         if self.bias is not None:
             out += self.bias.float()
         return out if self.activation is None else get_activation(self.activation)(out)
+
+
+Steps = Sequence[tuple[Rows, tuple[Tensor, ...]]]
+"""What `RecurrentMixer.steps` gives."""
+
+
+def cover(steps: Steps, num_tokens: int) -> bool:
+    """Whether the tokens of the rows are all of the batch, in its order: each length has rows in
+    that order, and there is one length, as in decoding."""
+    return len(steps) == 1 and steps[0][0].tokens.numel() == num_tokens
+
+
+def convolved(conv: CausalConv, x: Tensor, steps: Steps) -> Tensor:
+    """The convolution of a step's tokens, whose windows are their first ring: x [T, channels] -> as
+    x, in float32. Tokens that the step does not compute get zeros."""
+    if cover(steps, len(x)):
+        rows, rings = steps[0]
+        done: Tensor = conv(x, rings[0], rows)
+        return done.flatten(0, 1)
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for rows, rings in steps:
+        out[rows.tokens] = conv(x, rings[0], rows)
+    return out
 
 
 def joined_convolutions(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

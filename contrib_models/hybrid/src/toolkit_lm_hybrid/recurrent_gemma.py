@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit_lm_hybrid.hybrid import HybridForCausalLM, HybridModel
-from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, head_parameter
+from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, convolved, head_parameter
 from toolkit_lm_hybrid.recurrence import scan
 
 _SHARPNESS = 8.0
@@ -162,14 +162,17 @@ class RecurrentBlock(RecurrentMixer):
     def compute(self, *inputs: Tensor, out: Tensor) -> None:
         steps = [*self.steps()]
         out.zero_()
-        x = torch.zeros_like(out)
-        for rows, (windows, _) in steps:
-            x[rows.tokens] = self.conv_1d(inputs[0], windows, rows)
+        x = convolved(self.conv_1d, inputs[0], steps)
         entering, kept, rates = self.rg_lru(x)
         factor = (1 - torch.exp(2 * kept * rates)).sqrt()
         for rows, _ in steps:
+            begins = (rows.starts == 0)[:, None]
+            if len(rows.starts) == len(factor):
+                # In the order of the batch, a token each.
+                factor.masked_fill_(begins, 1)
+                continue
             first = rows.tokens[:, 0]
-            factor[first] = factor[first].masked_fill_((rows.starts == 0)[:, None], 1)
+            factor[first] = factor[first].masked_fill_(begins, 1)
         written = x * entering * factor
         whole = x.new_ones(1, 1).expand(len(x), 1)
         for rows, (_, states) in steps:
