@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 from toolkit_lm.errors import page
 
 _CONFIG = f"options of an engine are keywords of LLM and EngineArgs: {page('vllm.md')} lists them"
-_TRANSFER = "an engine neither sends nor fetches KV caches"
+_TRANSFER = (
+    "the options kv_transfer.listen and kv_transfer.peers send KV caches between engines: "
+    f"{page('kv_transfer.md')}"
+)
+_OFFLOAD = f"blocks of KV caches are kept by tiers: {page('kv_tiers.md')}"
 _EVENTS = f"give kv_events_config as a dict: {page('observability.md#kv-cache-events')}"
 _MODEL = "write a model: the hook toolkit_register_models"
 _PARSER = "write a parser: the hook toolkit_register_parsers"
@@ -24,7 +28,7 @@ _EXECUTOR = "write an executor: the hook toolkit_register_executors"
 NAMES = {
     "KVTransferConfig": _TRANSFER,
     "KVEventsConfig": _EVENTS,
-    "ECTransferConfig": _TRANSFER,
+    "ECTransferConfig": "outputs of encoders stay in their engine",
     "ModelRegistry": _MODEL,
     "initialize_ray_cluster": _RAY,
     "MULTIMODAL_REGISTRY": _MEDIA_HOOKS,
@@ -71,7 +75,7 @@ MODULES = {
     "v1.core": _SCHEDULER,
     "v1.executor": _EXECUTOR,
     "v1.worker": _EXECUTOR,
-    "v1.kv_offload": _TRANSFER,
+    "v1.kv_offload": _OFFLOAD,
 }
 """What to use, by the module without `vllm.` that is not here, or one above it."""
 METHODS = {

@@ -11,7 +11,10 @@ _ONE_DEVICE = (
 _MASTER = "both are one option: master, HOST:PORT of node 0."
 _NO_SUCH_ADAPTERS = "adapters (LoRA) are chosen by requests, and are of language models' layers."
 _NO_OFFLOAD = "weights and caches stay on their device."
-_NO_TRANSFER = "an engine neither sends nor fetches KV caches."
+_NO_TRANSFER = (
+    "vLLM's connectors are not there. The options kv_transfer.listen and kv_transfer.peers send KV "
+    "caches between engines."
+)
 _OVERRIDES = "set the field of config.json by hf_overrides."
 _CHECKPOINT = "put it into the config.json of a copy of the checkpoint's folder."
 _HUB = "set the variables of huggingface_hub: HF_HOME, HF_HUB_CACHE, HF_TOKEN."
@@ -68,7 +71,8 @@ REFUSED: list[Name] = [
     *refused(_NO_SUCH_ADAPTERS, "default_mm_loras", "lora_target_modules"),
     *refused(_NO_OFFLOAD, "cpu_offload_gb", "cpu_offload_params", "kv_offloading_size"),
     *refused(_NO_OFFLOAD, "offload_group_size", "offload_params"),
-    *refused(_NO_TRANSFER, "kv_transfer_config", "ec_transfer_config"),
+    *refused(_NO_TRANSFER, "kv_transfer_config"),
+    *refused("outputs of encoders stay in their engine.", "ec_transfer_config"),
     *refused(
         "the state has the dtype of the model.",
         "enable_mamba_cache_stochastic_rounding",
