@@ -34,7 +34,7 @@ QUIETLY := --quiet --disable-pip-version-check --no-compile
 
 PROJECTS := pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
 
-.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit test-kernel-counts gpu-kit lint audit bench docs changelog wheels sdists release-check clean
+.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-clients-of-servers test-clients-of-benchmarks test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit test-kernel-counts gpu-kit lint audit bench docs changelog wheels sdists release-check clean
 
 # Where the workspace is installed, the demo runs from it.
 demo: $(or $(wildcard $(STAMP)),$(DEMO))
@@ -49,11 +49,9 @@ test: $(STAMP)
 	$(PYTEST) -m "$(QUICK)"
 	$(PYTEST_KERNELS) -m "$(QUICK)"
 
-# pip takes one core at most: environments that do not need each other are made side by side.
-ENVIRONMENTS = $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed $(shell $(PYTHON312) -c '' 2>/dev/null && echo $(FLOOR)/.installed)
+# Environments are made on the way, beside what needs them not: pip takes one core at most.
 test-all:
-	+@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target $(ENVIRONMENTS)
-	$(BESIDE) test-clients test-renderers test-floor test-downstream test-trainers test-kernel-counts docs lint
+	$(BESIDE) test-floor test-clients test-trainers test-renderers lint test-downstream test-kernel-counts docs
 	TOOLKIT_SITE=$(CURDIR)/site $(PYTEST) -m "not nightly"
 	$(PYTEST_KERNELS) -m "not nightly"
 
@@ -75,9 +73,11 @@ test-downstream: $(DOWNSTREAM)/.installed
 
 # Clients of other people's, in environments without the workspace. `python tests/clients/page.py` writes docs/clients.md.
 PYTEST_CLIENTS := -m pytest -q -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients
-test-clients: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
-test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
+test-clients: test-clients-of-servers test-clients-of-benchmarks
+test-clients-of-servers test-clients-of-benchmarks: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
+test-clients-of-servers: $(STAMP) $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
+test-clients-of-benchmarks: $(STAMP) $(BENCHMARKS)/.installed
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
 
 # Trainers of other people's, which import vLLM: toolkit_lm_vllm stands in its place.
@@ -87,9 +87,9 @@ test-trainers: $(TRAINERS)/.installed
 # Core, and the plugins for GPUs on a CPU, with the oldest versions that the distributions allow. The scheduler's state
 # machines call nothing that has a version.
 FLOOR_TESTS := core/tests --ignore core/tests/scheduler $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
-test-floor:
-	@if $(PYTHON312) -c '' 2>/dev/null; then $(MAKE) --no-print-directory test-floor-here; \
-	else echo "There is no $(PYTHON312): the tests with the oldest versions are left out. PYTHON312 names it."; fi
+test-floor: $(if $(shell $(PYTHON312) -c '' 2>/dev/null && echo there),test-floor-here)
+	@$(PYTHON312) -c '' 2>/dev/null || \
+	echo "There is no $(PYTHON312): the tests with the oldest versions are left out. PYTHON312 names it."
 
 # The workspace is found where the other environment finds it.
 test-floor-here: $(FLOOR)/.installed $(STAMP)
