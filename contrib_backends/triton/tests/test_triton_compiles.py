@@ -4,6 +4,7 @@ along."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,9 +65,12 @@ STEPS: dict[str, dict[str, Any]] = {
 ROTATED = {"HALF": 48, "HALF_FILLED": 64, "INTERLEAVED": False}
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory) -> Iterator[None]:
+    """A cache of this file's own: what several cases have, the same, is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
 def compiled(
