@@ -78,8 +78,12 @@ LONGEST = {
 """Files that begin first, so that at the end no process waits for one of them."""
 
 
+DAILY = 6
+"""Cases of a matrix of which `make test-all` runs the first."""
+
+
 def by_day(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """The cases of a matrix that `make test-all` runs: the first of each three, and as few more as
+    """The cases of a matrix that `make test-all` runs: the first of each DAILY, and as few more as
     a greedy choice finds for the values of parameters that those lack."""
     rows = [case.callspec.params for case in cases]
     # Cases share the objects that a parameter has as values.
@@ -89,8 +93,8 @@ def by_day(cases: list[pytest.Function]) -> list[pytest.Function]:
         {(parameter, column[case]) for parameter, column in enumerate(parameters)}
         for case in range(len(cases))
     ]
-    missing = set().union(*values).difference(*values[::3])
-    chosen = cases[::3]
+    missing = set().union(*values).difference(*values[::DAILY])
+    chosen = cases[::DAILY]
     while missing:
         best = max(range(len(cases)), key=lambda case: len(values[case] & missing))
         chosen.append(cases[best])

@@ -27,6 +27,10 @@ LARGE = 1.0
 WHOLE = (
     "contrib_backends/executor_mp/",
     "core/tests/scheduler/",
+    "libs/media/tests/test_fetch.py",
+    "plugins/cli/tests/test_hub.py",
+    "plugins/fronts/tests/test_fronts.py",
+    "plugins/mcp/tests/test_protocol.py",
     "plugins/server/tests/test_keep_alive.py",
     "plugins/vendor_apis/tests/test_streams.py",
     "tests/security/",
@@ -35,6 +39,9 @@ WHOLE = (
     "tests/test_docs.py",
     "tests/test_faults.py",
     "tests/test_installed.py",
+    "tests/test_kv_tier_kit.py",
+    "tests/test_kv_transfer.py::test_a_peer",
+    "tests/test_page_markdown.py",
     "tests/test_secrets.py",
     "tests/test_workspace.py",
 )
