@@ -58,9 +58,20 @@ def files(page: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> Path:
-    """A folder with the wheels of all distributions of this repository."""
+    """A folder with the wheels of all distributions of this repository.
+
+    The same build hook has compiled the kernels for this environment, which takes half a minute:
+    where it did, the compiler is a script that gives them once more.
+    """
     target = tmp_path_factory.mktemp("wheels")
-    run(sys.executable, ROOT / "deploy" / "distributions.py", "--to", target)
+    environ = dict(os.environ)
+    if library._missing is None:
+        compiler = tmp_path_factory.mktemp("compiler") / "cc"
+        made = Path(library._kernels.__file__)
+        compiler.write_text(f'#!/bin/sh\nfor library; do :; done\ncp "{made}" "$library"\n')
+        compiler.chmod(0o755)
+        environ["CC"] = str(compiler)
+    run(sys.executable, ROOT / "deploy" / "distributions.py", "--to", target, env=environ)
     return target
 
 
