@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from pathlib import Path
@@ -59,7 +60,11 @@ class Fingerprint(Struct, frozen=True):
 
 
 def fingerprint(plugins: list[tuple[PluginInfo, object]]) -> Fingerprint:
-    """Computes the fingerprint of loaded plugins. Reads their files."""
+    """Computes the fingerprint of loaded plugins.
+
+    The files of a package are read once in a process. Later changes of them do not count, since the
+    loaded code does not change with them.
+    """
     return Fingerprint(
         __version__,
         tuple(PluginPrint(i.name, i.distribution, i.version, _content(p)) for i, p in plugins),
@@ -72,7 +77,11 @@ def _state(plugin: PluginPrint) -> str:
 
 def _content(plugin: object) -> str:
     module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
-    package = sys.modules.get(module.partition(".")[0])
+    return _digest(sys.modules.get(module.partition(".")[0]))
+
+
+@functools.cache
+def _digest(package: ModuleType | None) -> str:
     digest = hashlib.sha256()
     roots = getattr(package, "__path__", None)
     file = getattr(package, "__file__", None)

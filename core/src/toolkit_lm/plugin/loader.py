@@ -155,6 +155,8 @@ class Loader:
     def _collect(self, candidate: Candidate) -> None:
         staged = copied(self.registries, candidate.info)
         for hook, registry in by_hook(staged).items():
+            if hook not in candidate.info.hooks:
+                continue
             (argument,) = getattr(self.manager.hook, hook).spec.argnames
             for call in implementations(self.manager, hook, candidate.info.name):
                 call(**{argument: registry})

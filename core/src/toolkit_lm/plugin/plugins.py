@@ -57,8 +57,6 @@ class Plugins(Registries):
         self._options = {
             name: self._make_options(name, values) for name, values in config.plugin_option.items()
         }
-        self._fingerprints: dict[bool, Fingerprint] = {}
-        """Fingerprints; the key True leaves out plugins given from code."""
         self._listeners = tuple(self.implementations("toolkit_event"))
         self._patience: dict[str, float] = {}
         """Seconds that each plugin may still use for events, by plugin name."""
@@ -243,19 +241,14 @@ class Plugins(Registries):
 
     def fingerprint(self, *, installed: bool = False) -> Fingerprint:
         """Fingerprint of the plugins that other processes must have loaded too. `installed`:
-        without plugins given from code.
-
-        The first call reads the files of all plugins. Later changes of the files do not count,
-        since the loaded code does not change with them.
-        """
-        if installed not in self._fingerprints:
-            wanted = [
+        without plugins given from code."""
+        return fingerprint(
+            [
                 (info, plugin)
                 for info, plugin in self._loaded
                 if not installed or info.distribution is not None
             ]
-            self._fingerprints[installed] = fingerprint(wanted)
-        return self._fingerprints[installed]
+        )
 
     def options_class(self, name: str) -> type[Any] | None:
         """A plugin's `Options`; None if it has none, or is not loaded. Raises PluginError for an
