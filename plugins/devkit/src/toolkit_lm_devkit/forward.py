@@ -7,6 +7,7 @@ backend and a cache that is new.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Sequence
@@ -94,6 +95,12 @@ class FormulaAttention(AttentionBackend):
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
 
 
+@functools.cache
+def _installed() -> Plugins:
+    """The installed plugins, loaded once for all checkpoints of a process."""
+    return Plugins.load()
+
+
 def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmConfig:
     """The resolved config of a checkpoint folder, as rank `rank` has it; `options` are those of
     VllmConfig."""
@@ -101,7 +108,7 @@ def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmCon
         json.loads((folder / "config.json").read_text()), **options
     ).with_rank(rank)
     assert config.checkpoint is not None
-    profile = Plugins.load().pooling_profiles.read(folder, config.hf_config, folder)
+    profile = _installed().pooling_profiles.read(folder, config.hf_config, folder)
     return config.with_checkpoint(
         msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile)
     )
@@ -124,7 +131,7 @@ def load_checkpoint(
         model_class,
         checkpoint_config(folder, rank=rank, **options),
         torch.device("cpu"),
-        plugins or Plugins.load(),
+        plugins or _installed(),
     )
 
 
