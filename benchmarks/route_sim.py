@@ -165,7 +165,7 @@ def size_of(policy: RoutingPolicy) -> int:
     total = sys.getsizeof(index._backends)
     for digest, mask in index._backends.items():
         total += sys.getsizeof(digest) + sys.getsizeof(mask)
-    return total + sum(map(sys.getsizeof, index._used.values()))
+    return total + sum(sys.getsizeof(had.used) for had in index._had.values())
 
 
 def main() -> None:

@@ -11,7 +11,15 @@ import pytest
 from toolkit_lm_router.asking import read
 from toolkit_lm_router.fairness import FairQueue, QueueFullError, Queues
 from toolkit_lm_router.policy import RoutingPolicy, Wanted
-from toolkit_lm_router.prefixes import CHUNK, ENTRY_BYTES, Hasher, PrefixIndex
+from toolkit_lm_router.prefixes import (
+    CHUNK,
+    ENTRY_BYTES,
+    TOLD_BYTES,
+    Block,
+    Hasher,
+    PrefixIndex,
+    num_bytes,
+)
 
 
 @dataclass
@@ -75,7 +83,7 @@ def test_digests_do_not_depend_on_the_pieces():
     hasher = Hasher()
     text = bytes(range(256)) * 9
     whole = hasher.digests([text])
-    assert len(whole) == len(text) // CHUNK
+    assert num_bytes(len(whole)) <= len(text) < num_bytes(len(whole) + 1)
     for size in (1, 7, CHUNK, CHUNK + 1):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert hasher.digests(pieces) == whole
@@ -96,6 +104,87 @@ def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago():
     index.clear(1)
     assert len(index) == 0
     assert index.matches(range(95, 100), 3) == []
+
+
+def test_short_prompts_are_told_apart():
+    hasher = Hasher()
+    first, second = (hasher.digests([b"a" * 200, end * 200]) for end in (b"x", b"y"))
+    assert len(first) == len(second) == 3
+    assert (first[0], first[1:]) == (second[0], [d for d in first[1:] if d not in second])
+    assert hasher.digests([b"a" * 200], b"model") != hasher.digests([b"a" * 200], b"other")
+
+
+class TestTold:
+    """What backends tell of their caches."""
+
+    blocks = [Block(0, 0, 70 + i) for i in range(8)]
+
+    def made(self, most: int = 100) -> PrefixIndex:
+        return PrefixIndex(most * TOLD_BYTES, is_told=True)
+
+    def tell(self, index: PrefixIndex, backend: int, digests: range) -> None:
+        index.stored(backend, [(d, self.blocks[d % 8]) for d in digests])
+
+    def test_blocks_come_and_go(self):
+        index = self.made()
+        self.tell(index, 1, range(4))
+        assert index.matches(range(6), 3) == [(4, 2)]
+        index.removed(1, self.blocks[2])
+        assert index.matches(range(6), 3) == [(2, 2)]
+        # A chunk that it was sent goes, too: the engine has evicted it.
+        index.add(0, range(4))
+        self.tell(index, 0, range(4))
+        index.removed(0, self.blocks[0])
+        assert index.matches(range(6), 3) == [(2, 2)]
+        index.removed(0, Block(0, 0, 999))
+        index.removed(5, self.blocks[0])
+
+    def test_a_block_of_another_engine_still_counts(self):
+        index = self.made()
+        self.tell(index, 0, range(2))
+        index.stored(0, [(d, Block(1, 0, 70 + d)) for d in range(2)])
+        index.removed(0, self.blocks[1])
+        assert index.matches(range(2), 1) == [(2, 1)]
+        index.removed(0, Block(1, 0, 71))
+        assert index.matches(range(2), 1) == [(1, 1)]
+
+    def test_what_was_sent_outlives_a_doubt(self):
+        index = self.made()
+        index.add(0, range(2))
+        self.tell(index, 0, range(4))
+        index.doubt(0)
+        index.doubt(3)
+        assert index.matches(range(4), 1) == [(2, 1)]
+        # And what is told of it still counts.
+        index.removed(0, self.blocks[1])
+        assert index.matches(range(4), 1) == [(1, 1)]
+
+    def test_any_order_leaves_nothing_behind(self):
+        drawing = random.Random(4)
+        index = self.made(most=20)
+        for _ in range(3000):
+            backend = drawing.randrange(3)
+            start = drawing.randrange(60)
+            digests = range(start, start + drawing.randrange(9))
+            match drawing.randrange(12):
+                case 0 | 1 | 2:
+                    index.add(backend, digests)
+                case 3 | 4 | 5:
+                    self.tell(index, backend, digests)
+                case 10:
+                    index.doubt(backend)
+                case 11:
+                    index.clear(backend)
+                case _:
+                    index.removed(backend, drawing.choice(self.blocks))
+            assert len(index) <= 3 * 20
+            for had in index._had.values():
+                pairs = {(d, b) for d, found in had.blocks.items() for b in found.values()}
+                assert pairs == {(d, b) for b, found in had.digests.items() for d in found}
+                assert had.blocks.keys() <= had.used.keys() and all(had.blocks.values())
+        for backend in range(3):
+            index.clear(backend)
+        assert len(index) == 0 and not index._backends
 
 
 def test_a_prefix_goes_where_it_has_been():
@@ -163,8 +252,8 @@ class TestAsked:
         message = b'{"role":"user","content":"%b"}' % (b"x" * 3000)
         short = self.read(b'{"model":"m","messages":[%b]}' % message)
         long = self.read(b'{"stream":true,"messages":[%b,%b],"model":"m"}' % (message, message))
-        assert len(short.wanted.digests) == 5
-        assert long.wanted.digests[:5] == short.wanted.digests
+        assert num_bytes(len(short.wanted.digests)) == 2560
+        assert long.wanted.digests[: len(short.wanted.digests)] == short.wanted.digests
         assert (short.is_stream, long.is_stream) == (False, True)
         other = self.read(b'{"model":"n","messages":[%b]}' % message)
         assert not set(other.wanted.digests) & set(short.wanted.digests)

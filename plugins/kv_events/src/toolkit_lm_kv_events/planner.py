@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence as Collection
 from typing import Any
 
-from msgspec import Raw
+from msgspec import Raw, json
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.kv import KVCacheSpec, WindowSpec
 from toolkit_lm.scheduler import Planner, Sequence
@@ -15,16 +16,20 @@ from toolkit_lm.step import worker_method
 from toolkit_lm_kv_events.publisher import Publisher
 from toolkit_lm_kv_events.wire import (
     MEDIUM,
+    PROMPT,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Group,
+    Prompt,
     Source,
     short,
 )
 
 RANK = "TOOLKIT_LM_ENGINE_NUMBER"
 """Variable of an engine's process: its number among several."""
+_MOST_PROMPTS = 4096
+"""Most requests of which it is known how much of their prompts was told."""
 _ADAPTER = "lora.adapter"
 """Key of a request's context: the name of its adapter."""
 _KINDS = {"full": "full_attention", "window": "sliding_window", "latent": "mla_attention"}
@@ -44,6 +49,8 @@ class KvEventsPlanner(Planner):
         self._options = options
         self._groups: dict[int, Group] | None = None
         """Groups whose blocks are published, by index. None: the engine is not complete."""
+        self._published_ends: OrderedDict[str, int] = OrderedDict()
+        """The block up to which the chunks of a request's prompt were told, by request."""
         self._publisher = Publisher(
             options.endpoint,
             options.replay_endpoint,
@@ -61,6 +68,7 @@ class KvEventsPlanner(Planner):
         size = group.size
         hashes = seq.block_hashes(size, indices[-1] + 1)
         keys = seq.request.cache_keys
+        chunks = self._prompt_chunks(seq, group, indices, hashes)
         for first, end in _runs(indices):
             extra = [
                 [key.key for key in keys if key.start < (i + 1) * size and i * size < key.end]
@@ -79,8 +87,36 @@ class KvEventsPlanner(Planner):
                     group_idx=group.index,
                     kv_cache_spec_kind=shown.kind,
                     kv_cache_spec_sliding_window=shown.sliding_window,
+                    prompt_chunks=chunks if end == indices[-1] + 1 else None,
                 )
             )
+
+    def _prompt_chunks(
+        self, seq: Sequence, group: Any, indices: list[int], hashes: Collection[bytes]
+    ) -> list[tuple[int, int]] | None:
+        """Returns the chunks of the prompt that end in blocks up to the last stored one, as in
+        BlockStored: those of the stored blocks, and those before them at the first time, as these
+        blocks may have come with another prompt. None: there are none."""
+        request = seq.request
+        text = request.context.get(PROMPT)
+        if text is None or group.index != next(iter(self._published)):
+            return None
+        published = self._published_ends.pop(request.request_id, 0)
+        self._published_ends[request.request_id] = max(published, indices[-1] + 1)
+        if len(self._published_ends) > _MOST_PROMPTS:
+            self._published_ends.popitem(last=False)
+        if indices[0] * group.size >= request.num_prompt_tokens:
+            return None
+        prompt = json.decode(text, type=Prompt)
+        found = [
+            (chunk.digest, short(hashes[index]))
+            for chunk in prompt.chunks
+            if (index := _last_block(chunk.end, prompt, request.num_prompt_tokens, group.size))
+            <= indices[-1]
+            and (index >= published or index >= indices[0])
+            and (index + 1) * group.size <= request.num_prompt_tokens
+        ]
+        return found or None
 
     def forgotten(self, content: tuple[int, bytes] | None) -> None:
         if content is None:
@@ -124,6 +160,12 @@ def _is_published(spec: KVCacheSpec) -> bool:
 def _group(index: int, spec: KVCacheSpec) -> Group:
     window = spec.window if isinstance(spec, WindowSpec) else None
     return Group(index, _KINDS.get(spec.kind, spec.kind), spec.block_size, window)
+
+
+def _last_block(end: int, prompt: Prompt, num_tokens: int, size: int) -> int:
+    """Returns the index of the block in which the first `end` bytes of a prompt end, where each of
+    its bytes has as many tokens."""
+    return max(-(-end * num_tokens // (prompt.num_bytes * size)) - 1, 0)
 
 
 def _runs(indices: Collection[int]) -> Iterator[tuple[int, int]]:

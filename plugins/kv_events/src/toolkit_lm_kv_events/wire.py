@@ -43,6 +43,28 @@ class BlockStored(Event, frozen=True):
     kv_cache_spec_kind: str | None = None
     """full_attention, sliding_window, mla_attention, or the name of another kind."""
     kv_cache_spec_sliding_window: int | None = None
+    prompt_chunks: list[tuple[int, int]] | None = None
+    """Beginnings of the request's prompt as the client sent it: the digest of each, and the hash of
+    the block in which it ends. vLLM has no such field, and skips it."""
+
+
+class PromptChunk(Struct, array_like=True, frozen=True):
+    """The beginning of a prompt, as the client sent it."""
+
+    digest: int
+    end: int
+    """Number of its bytes."""
+
+
+class Prompt(Struct, frozen=True):
+    """A prompt as the client sent it, by which routers know it that have no tokens."""
+
+    num_bytes: int
+    chunks: list[PromptChunk]
+
+
+PROMPT = "kv_events.prompt"
+"""Key of a request's context: a Prompt in JSON, which toolkit-lm-router in the server writes."""
 
 
 class BlockRemoved(Event, frozen=True):

@@ -144,6 +144,7 @@ def _info(backend: Backend) -> dict[str, Any]:
         retries=backend.num_retries,
         migrations=backend.num_migrations,
         prefix_hit_share=backend.num_hits / backend.num_chunks if backend.num_chunks else None,
+        event_gaps=backend.num_event_gaps if backend.is_followed else None,
         queue_seconds=backend.queue_seconds,
     )
     return info.model_dump()

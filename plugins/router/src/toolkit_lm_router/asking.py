@@ -126,7 +126,7 @@ def read(path: str, body: bytes, headers: Mapping[str, str], hasher: Hasher) -> 
         path,
         body,
         model=_text(fields.model),
-        wanted=Wanted(hasher.digests(_parts(path, fields)), session[:_MOST_NAME]),
+        wanted=Wanted(hasher.digests(_parts(fields), _head(path, fields)), session[:_MOST_NAME]),
         is_stream=_bytes(fields.stream) == _TRUE,
         is_stored=_TRUE in (_bytes(fields.store), _bytes(fields.background)),
         needs_state=state,
@@ -152,10 +152,22 @@ def _fields(body: bytes) -> _Fields | None:
     return None
 
 
-def _parts(path: str, fields: _Fields) -> Iterator[bytes]:
-    """The prompt, piece by piece, in the order in which a model reads it."""
+def chunks(path: str, body: bytes, hasher: Hasher) -> tuple[list[int], int]:
+    """The digests of a request's prompt, as `read` has them, and the prompt's number of bytes."""
+    if (fields := _fields(body)) is None:
+        return [], 0
+    parts = [*_parts(fields)]
+    return hasher.digests(parts, _head(path, fields)), sum(map(len, parts))
+
+
+def _head(path: str, fields: _Fields) -> bytes:
+    """What a prompt's cache depends on beside its text."""
     kind = b"text" if "completions" in path and "chat" not in path else b"chat"
-    yield b"\0".join((kind, _bytes(fields.model), _bytes(fields.cache_salt)))
+    return b"\0".join((kind, _bytes(fields.model), _bytes(fields.cache_salt)))
+
+
+def _parts(fields: _Fields) -> Iterator[bytes]:
+    """The prompt, piece by piece, in the order in which a model reads it."""
     for name in ("tools", "system", "instructions"):
         yield _bytes(getattr(fields, name))
     if isinstance(fields.messages, list):

@@ -58,6 +58,10 @@ class Backend:
     """Chunks of all prompts that were sent."""
     num_hits: int = 0
     """Chunks of these that it had had before."""
+    is_followed: bool = False
+    """Its KV events are followed."""
+    num_event_gaps: int = 0
+    """Times that KV events of it were missed."""
     queue_seconds: float = 0.0
     """Seconds that its requests have waited here before they were sent."""
 
@@ -83,7 +87,9 @@ class Fleet:
     """All backends. Only the event loop uses it."""
 
     def __init__(self, options: RouterOptions) -> None:
-        self.policy = RoutingPolicy(options.prefix_match, options.balance, options.max_prefix_bytes)
+        self.policy = RoutingPolicy(
+            options.prefix_match, options.balance, options.max_prefix_bytes, options.kv_events
+        )
         self._most = options.max_backend_requests
         self.backends: dict[str, Backend] = {}
         """By URL."""

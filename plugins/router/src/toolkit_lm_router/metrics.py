@@ -25,6 +25,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Backend], float]]] = {
         "Chunks of these that the backend had had before.",
         lambda b: b.num_hits,
     ),
+    "event_gaps": ("Times that KV events of the backend were missed.", lambda b: b.num_event_gaps),
     "queue_seconds": (
         "Seconds that the backend's requests have waited in the router.",
         lambda b: b.queue_seconds,

@@ -93,6 +93,13 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 1.5
+    kv_events: Annotated[
+        bool,
+        option(
+            "Follow the KV events of backends that publish them (kv_events.enabled and "
+            "admin_routes): prefixes that they hold, whoever sent them, and that they evict."
+        ),
+    ] = False
     prefix_memory: Annotated[
         str, option("Memory for the prefixes that one backend has had ('8MiB').")
     ] = "8MiB"

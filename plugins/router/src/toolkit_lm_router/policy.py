@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from toolkit_lm_router.prefixes import PrefixIndex, bits
+from toolkit_lm_router.prefixes import PrefixIndex, bits, num_bytes
 
 Reason = Literal["session", "prefix", "load"]
 
@@ -65,12 +65,14 @@ class RoutingPolicy:
     prefix_match: float = 0.25
     balance: float = 1.5
     max_prefix_bytes: int = 8 * 2**20
+    follows_events: bool = False
+    """Backends tell of their caches."""
     random: random.Random = field(default_factory=random.Random)
     index: PrefixIndex = field(init=False)
     _sessions: OrderedDict[str, int] = field(init=False, default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self.index = PrefixIndex(self.max_prefix_bytes)
+        self.index = PrefixIndex(self.max_prefix_bytes, is_told=self.follows_events)
 
     def choose(
         self,
@@ -100,9 +102,9 @@ class RoutingPolicy:
         home = self._sessions.get(wanted.session) if wanted.session else None
         if home is not None and allowed >> home & 1 and fits(home):
             return Choice(home, "session", self._depth(matches, home))
-        least = self.prefix_match * len(wanted.digests)
+        least = self.prefix_match * num_bytes(len(wanted.digests))
         for depth, mask in matches:
-            if depth < least:
+            if num_bytes(depth) < least:
                 break
             if fitting := self._some(mask, backends, fits):
                 number = min(fitting, key=lambda number: by_number[number].load)

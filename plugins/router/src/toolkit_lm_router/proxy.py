@@ -21,6 +21,7 @@ from toolkit_lm_server.route import authorization, caller_of, unless_disconnecte
 from toolkit_lm_router.answering import Answering, BrokenError
 from toolkit_lm_router.asking import Asked, read, with_fields
 from toolkit_lm_router.clients import check_allowed
+from toolkit_lm_router.described import KEY
 from toolkit_lm_router.fairness import QueueFullError, Queues
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.options import RouterOptions
@@ -122,6 +123,8 @@ class Proxy:
         self._upstream = upstream
         self.keys = keys
         self._hasher = Hasher()
+        # Servers that tell of their caches make the same digests.
+        self._prefixes = Hasher(KEY) if options.kv_events else self._hasher
         self._prefills = Prefills(options, fleet, upstream)
         self._most = options.server.max_body_bytes
         self._bodies = Bodies(self._most)
@@ -171,7 +174,7 @@ class Proxy:
     async def _serve(
         self, request: Request, path: str, caller: Caller, body: bytes, answering: Answering
     ) -> None:
-        asked = read(path, body, request.headers, self._hasher)
+        asked = read(path, body, request.headers, self._prefixes)
         if asked.needs_state:
             raise ApiError(
                 501,

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from toolkit_lm_router.app import Routed, create_app
 from toolkit_lm_router.clients import RouterKeys
+from toolkit_lm_router.events import Followers
 from toolkit_lm_router.fleet import Fleet
 from toolkit_lm_router.metrics import RouterMetrics
 from toolkit_lm_router.options import RouterOptions
@@ -37,7 +38,11 @@ class Routing:
             upstream = await ending.enter_async_context(Upstream(options))
             self.proxy = Proxy(options, self.fleet, upstream, RouterKeys.of(options.server))
             self.metrics = RouterMetrics(self.fleet, lambda: len(self.proxy.queues))
-            self.watch = Watch(self.fleet, upstream, options.health_interval)
+            followers = None
+            if options.kv_events:
+                followers = Followers(self.fleet.policy.index)
+                ending.callback(followers.close)
+            self.watch = Watch(self.fleet, upstream, options.health_interval, followers)
             ending.push_async_callback(self.watch.close)
             own = create_app(options, self.fleet, self.proxy, self.metrics)
             self.app = Routed(self.proxy, own)

@@ -40,6 +40,8 @@ class BackendInfo(Described):
     """Streams that broke off there, and went on elsewhere."""
     prefix_hit_share: float | None
     """Share of the prompts' chunks that it had had before. null: it was sent none."""
+    event_gaps: int | None
+    """Times that KV events of it were missed. null: they are not followed."""
     queue_seconds: float
     """Seconds that its requests have waited in the router."""
 

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from toolkit_lm_server.caller import Caller
 from yarl import URL
 
+from toolkit_lm_router.events import Followers, Source, Sources
 from toolkit_lm_router.fleet import Backend, Fleet
 from toolkit_lm_router.options import RouterOptions
 
@@ -157,8 +158,16 @@ def _named(headers: Headers) -> set[bytes]:
 class Watch:
     """Asks backends for their health and their models, each in a task of its own."""
 
-    def __init__(self, fleet: Fleet, upstream: Upstream, seconds: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        upstream: Upstream,
+        seconds: float,
+        followers: Followers | None = None,
+    ) -> None:
+        """`followers`: what follows the KV events of backends. None: nothing does."""
         self._fleet = fleet
+        self._followers = followers
         self._upstream = upstream
         self._seconds = seconds
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
@@ -170,6 +179,8 @@ class Watch:
             self._tasks[backend] = asyncio.create_task(self._follow(backend))
         for backend in self._tasks.keys() - present:
             self._tasks.pop(backend).cancel()
+            if self._followers is not None:
+                self._followers.leave(backend)
 
     async def close(self) -> None:
         tasks = [*self._tasks.values()]
@@ -210,7 +221,22 @@ class Watch:
         backend.is_ours = any(card.get("owned_by") == _OWNER for card in cards)
         # The time of a model of ours is that of the server's start.
         started = cards[0].get("created") if backend.is_ours else None
+        is_new = not backend.is_ready or started != backend.started
         self._fleet.set_models(backend, cards, started)
+        if self._followers is not None and backend.is_ours:
+            if is_new:
+                # The index has forgotten it.
+                self._followers.leave(backend)
+            self._followers.tend(backend, await self._sources(backend))
+
+    async def _sources(self, backend: Backend) -> Sequence[Source]:
+        """The engines of a backend that publish KV events. A backend that does not tell is as good
+        as others."""
+        try:
+            status, body = await self._upstream.get(backend, "/kv_event_sources")
+            return msgspec.json.decode(body, type=Sources).sources if status == 200 else ()
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, ValueError):
+            return ()
 
 
 def _cards(body: bytes) -> list[dict[str, Any]]:

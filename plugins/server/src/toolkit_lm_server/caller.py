@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,6 +42,8 @@ class Caller(Struct):
     """The body may bring a chat template."""
     refuses_hosted_tools: bool = False
     """Tools that a vendor's server runs are an error. False: they are left out, with a warning."""
+    context: Mapping[str, str] = {}
+    """Facts of the request's body, by plugins that describe it."""
     held: frozenset[str] = frozenset()
     """Identifiers of media items that the engine holds which asks a render server."""
 

@@ -37,6 +37,7 @@ OF_MODELS = (
     "lora",
     "mcp",
     "rl",
+    "router",
     "transcription",
 )
 """Shipped plugins that add routes only where the served model, the engine, or the options of the

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from glob import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +51,8 @@ _TRACE = {"traceparent": 128, "tracestate": 4096}
 Result = TypeVar("Result")
 Handle = Callable[[Request], Coroutine[Any, Any, Response]]
 """Answers a request."""
+Describe = Callable[[str, bytes], Mapping[str, str]]
+"""Makes facts of a request, for its context, of its path and its body of JSON."""
 Layer = Callable[["ServerRoute", Handle], Handle]
 """Wraps a route's handler in another."""
 
@@ -68,6 +70,8 @@ class ServerRoute(APIRoute):
     bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
+    describers: list[Describe]
+    """Plugins that describe bodies."""
     takes_any_type: bool = False
     """Bodies are JSON, whatever their content type is."""
     replaces: bool = False
@@ -216,6 +220,8 @@ def _bounded(route: ServerRoute, handle: Handle) -> Handle:
             body = await read_body(request, route.max_body_bytes, reserve)
             reserve(route.bodies.cost(body) - len(body))
             caller_of(request).is_large = len(body) >= SMALL
+            if route.describers:
+                await _describe(route, request, body)
             read = JsonRequest(request, body, route.bodies, route.scope_of(request), kind)
             response = await unless_disconnected(request.receive, handle(read))
         unknown = caller_of(request).unknown
@@ -224,6 +230,20 @@ def _bounded(route: ServerRoute, handle: Handle) -> Handle:
         return response
 
     return bounded
+
+
+async def _describe(route: ServerRoute, request: Request, body: bytes) -> None:
+    """Has plugins describe a body of JSON."""
+    caller = caller_of(request)
+    path: str = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    if "json" not in request.headers.get("content-type", "json"):
+        return
+    for describe in route.describers:
+        if caller.is_large:
+            found = await asyncio.to_thread(describe, path, body)
+        else:
+            found = describe(path, body)
+        caller.context = {**caller.context, **found}
 
 
 def _body_kind(route: ServerRoute) -> type[BaseModel] | None:
@@ -250,12 +270,13 @@ def route_class(
 
     `keys`: clients need one of them. `readiness`: None for routes that work without an engine.
     """
-    fields = {
+    fields: dict[str, Any] = {
         "keys": keys,
         "max_body_bytes": options.max_body_bytes,
         "server_options": options,
         "readiness": readiness,
         "metrics": metrics,
+        "describers": [],
     }
     return type("ServerRoute", (ServerRoute,), {**fields, "bodies": Bodies(options.max_body_bytes)})
 
@@ -306,7 +327,8 @@ def request_context(request: Request) -> dict[str, str]:
     """Facts of an HTTP request for plugins that watch the engine."""
     caller = caller_of(request)
     route = getattr(request.scope.get("route"), "path", request.url.path)
-    context = {"route": route, "request_id": caller.request_id, CLIENT: caller.client}
+    own = {"route": route, "request_id": caller.request_id, CLIENT: caller.client}
+    context = {**caller.context, **own}
     if caller.adapters is not None:
         context[ADAPTERS] = "\n".join(caller.adapters)
     if caller.adapter is not None:
