@@ -17,11 +17,13 @@ from toolkit_lm.model import (
     RowParallelLinear,
     Rows,
     WrappingMethod,
+    choose_kernels,
     join,
     torch_dtype,
 )
 from toolkit_lm_decoder.dense import dense
 from toolkit_lm_decoder.llama import LlamaModel
+from toolkit_lm_hybrid.blocks import HeadProduct, by_head
 from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
@@ -107,8 +109,9 @@ class DeepseekAttention(nn.Module):
             prefix=join(prefix, "attn"),
         )
         self.dtype = torch_dtype(vllm_config.model.dtype)
-        self.shown: tuple[LinearMethod, tuple[Tensor, Tensor]] | None = None
-        """A method of `kv_b_proj`, and the weight that it holds."""
+        self.kernels = choose_kernels()
+        self.shown: tuple[LinearMethod, tuple[HeadProduct, HeadProduct]] | None = None
+        """A method of `kv_b_proj`, and products with the weight that it holds."""
 
     def value_size_of(self, config: HFConfig) -> int:
         return config.require("v_head_dim", int)
@@ -177,14 +180,16 @@ class DeepseekAttention(nn.Module):
         made = self._own_method().apply(latents, None)
         return made.view(len(latents), self.num_heads, -1)
 
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """Each head's projections of latents to keys and to values, [heads, size, rank] each."""
+    def weights(self) -> tuple[HeadProduct, HeadProduct]:
+        """Products by head with the projections of latents to keys and to values. See
+        LatentParams."""
         method = self._own_method()
         if self.shown is None or self.shown[0] is not method:
             weight = method.dequantized().to(self.dtype).view(self.num_heads, -1, self.rank)
             keys, values = torch.split(weight, [self.plain_size, self.value_size], dim=1)
             # Products of slices of a wider tensor are several times slower.
-            self.shown = method, (keys.contiguous(), values.contiguous())
+            made = (by_head(self.kernels, x) for x in (keys.contiguous().mT, values.contiguous()))
+            self.shown = method, (next(made), next(made))
         return self.shown[1]
 
     def _own_method(self) -> LinearMethod:

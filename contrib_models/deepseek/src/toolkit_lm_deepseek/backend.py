@@ -278,13 +278,13 @@ def absorbed(layer: LatentParams, q: Tensor) -> Tensor:
     cached are the scores."""
     plain, rotated = torch.split(q, [layer.plain_size, layer.rotated_size], dim=-1)
     to_keys, _ = layer.weights()
-    return torch.cat([torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1), rotated], dim=-1)
+    return torch.cat([to_keys(plain.transpose(0, 1)).transpose(0, 1), rotated], dim=-1)
 
 
 def values_of(layer: LatentParams, sums: Tensor) -> Tensor:
     """Weighted sums of latents [T, heads, rank] -> of values [T, heads, value size]."""
     _, to_values = layer.weights()
-    return torch.bmm(sums.transpose(0, 1), to_values.mT).transpose(0, 1)
+    return to_values(sums.transpose(0, 1)).transpose(0, 1)
 
 
 def _attend_bucket(layer: LatentParams, q: Tensor, cache: Tensor, bucket: Bucket) -> Tensor:

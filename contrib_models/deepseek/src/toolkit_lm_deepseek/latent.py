@@ -9,6 +9,7 @@ from typing import Any
 from toolkit_lm.attention import Attention, AttentionCall, AttentionSpec, LayerParams, current
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import choose_kernels
+from toolkit_lm_hybrid.blocks import HeadProduct
 from torch import Tensor, device
 
 from toolkit_lm_deepseek.backend import LatentBackend
@@ -35,7 +36,7 @@ class LatentAttention(Attention):
         rotated_size: int,
         value_size: int,
         scale: float,
-        weights: Callable[[], tuple[Tensor, Tensor]],
+        weights: Callable[[], tuple[HeadProduct, HeadProduct]],
         expand: Callable[[Tensor], Tensor],
         index: IndexShape | None = None,
         choice: Choice | None = None,

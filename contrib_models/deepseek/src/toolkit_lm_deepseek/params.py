@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from toolkit_lm.attention import LayerParams
 from toolkit_lm.model import Kernels
+from toolkit_lm_hybrid.blocks import HeadProduct
 from torch import Tensor
 
 
@@ -48,9 +49,10 @@ class LatentParams(LayerParams):
     """Length of a latent."""
     rotated_size: int
     value_size: int
-    weights: Callable[[], tuple[Tensor, Tensor]]
-    """Returns the up-projections of this rank's heads: [num_heads, head_size - rotated_size, rank]
-    to keys, and [num_heads, value_size, rank] to values."""
+    weights: Callable[[], tuple[HeadProduct, HeadProduct]]
+    """Returns products by this rank's heads with the up-projections. Queries [num_heads, T,
+    head_size - rotated_size] become [num_heads, T, rank]. Sums of latents of that shape become
+    values [num_heads, T, value_size]."""
     expand: Callable[[Tensor], Tensor]
     """Latents [N, rank] -> [N, num_heads, head_size - rotated_size + value_size]: the plain parts
     of keys, then values."""

@@ -4,18 +4,13 @@ every third layer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
-    NO_EPILOGUE,
-    GroupedProduct,
     HFConfig,
-    Kernels,
-    LinearSpec,
     MergedColumnParallelLinear,
     RowParallelLinear,
     Shard,
@@ -30,6 +25,7 @@ from toolkit_lm_decoder.llama import LlamaAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit_lm_hybrid.blocks import BlockProduct
 from toolkit_lm_hybrid.hybrid import HybridForCausalLM, HybridModel
 from toolkit_lm_hybrid.mixer import CausalConv, RecurrentMixer, convolved, head_parameter
 from toolkit_lm_hybrid.recurrence import scan
@@ -60,7 +56,7 @@ class RgLru(nn.Module):
         self.gate_weight = new_parameter((heads.size, 2 * size, size), torch.float32, loader)
         self.gate_bias = new_parameter((heads.size, 2 * size), torch.float32, loader)
         self.recurrent_param = head_parameter(channels)
-        self._product: GroupedProduct | None = None
+        self._product: BlockProduct | None = None
         """Of all blocks in one. They are put into it at the first use."""
         self._blocks: list[Tensor] = []
         """The block of each head: kernels pack a constant tensor once."""
@@ -70,7 +66,7 @@ class RgLru(nn.Module):
         [1, C]."""
         if not self._blocks:
             self._blocks = [*self.gate_weight.detach()]
-            self._product = group_blocks(self.kernels, self._blocks)
+            self._product = BlockProduct.of(self.kernels, self.gate_weight.detach())
         heads = x.view(len(x), len(self.gate_bias), -1).transpose(0, 1)
         gates = self._multiply(heads).sigmoid_()
         entering, kept = (gate.transpose(0, 1).reshape(x.shape) for gate in gates.chunk(2, dim=-1))
@@ -78,40 +74,13 @@ class RgLru(nn.Module):
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x [heads, T, size] -> [heads, T, 2 * size], each head by its block."""
-        heads, tokens, size = x.shape
-        if self._product is not None and tokens:
-            numbers = torch.arange(1, heads + 1, dtype=torch.int32, device=x.device)
-            rows = x.reshape(heads * tokens, size)
-            out = self._product(rows, numbers * tokens, self.gate_bias, NO_EPILOGUE)
-            return out.view(heads, tokens, 2 * size)
+        if self._product is not None:
+            return self._product(x, self.gate_bias)
         made = [
             self.kernels.linear(head, weight, bias)
             for head, weight, bias in zip(x, self._blocks, self.gate_bias, strict=True)
         ]
         return torch.stack(made)
-
-
-def group_blocks(kernels: Kernels, blocks: Sequence[Tensor]) -> GroupedProduct | None:
-    """One product of all blocks [outputs, inputs], each with rows of its own. None: the kernels
-    have none."""
-    outputs, inputs = blocks[0].shape
-    spec = LinearSpec(
-        kind="linear",
-        prefix="block",
-        inputs=Shard.whole(inputs),
-        outputs=(Shard.whole(outputs),),
-        dtype=blocks[0].dtype,
-    )
-    methods = []
-    for block in blocks:
-        holder = nn.Module()
-        method = kernels.linear_method(spec)
-        with torch.device(block.device):
-            method.create(holder, spec)
-        holder.get_parameter("weight").data.copy_(block)
-        method.process(holder)
-        methods.append(method)
-    return kernels.group(methods)
 
 
 class RecurrentBlock(RecurrentMixer):
