@@ -21,7 +21,7 @@ def check_coverage(*options):
 
 @pytest.mark.slow
 def test_no_class_of_a_sample_is_worse():
-    check_coverage("--sample", "30")
+    check_coverage("--sample", "15")
 
 
 @pytest.mark.nightly

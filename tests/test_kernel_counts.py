@@ -84,9 +84,10 @@ def test_each_kernel_is_a_case():
     assert functions_of_the_kernels() - NO_KERNELS - {*called} == LEFT_OUT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slower_kernel_is_found(counts, tmp_path):
-    """A norm with an added loop, among the cases whose names have "norm" or "rope"."""
+    """A norm with an added loop, among the cases whose names have "norm" or "rope". At night, since
+    it compiles all kernels: `make test-kernel-counts` counts and compares by day."""
     try:
         collector = None if counts.has_counter() else counts.compile_collector(tmp_path)
     except counts.LeftOutError as error:
