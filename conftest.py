@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,30 @@ def _freeze() -> None:
     gc.get_freeze_count = _frozen_at_last
 
 
+_texts: dict[tuple[str, int, int], str | None] = {}
+_read_text = PathDistribution.read_text
+
+
+@functools.wraps(_read_text)
+def _read_once(distribution: PathDistribution, filename: str) -> str | None:
+    """Text of a distribution's metadata. Each start of an engine reads hundreds of such files to
+    find plugins: one that is as it was is read once."""
+    try:
+        path = os.path.join(distribution._path, filename)
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError):
+        return _read_text(distribution, filename)
+    key = (path, found.st_mtime_ns, found.st_size)
+    if key not in _texts:
+        _texts[key] = _read_text(distribution, filename)
+    return _texts[key]
+
+
+PathDistribution.read_text = _read_once
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collects tests without collections of garbage, and freezes what was made: two million objects
@@ -208,6 +233,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_unconfigure() -> None:
     gc.get_freeze_count = _count_frozen
+    PathDistribution.read_text = _read_text
     gc.unfreeze()
 
 
