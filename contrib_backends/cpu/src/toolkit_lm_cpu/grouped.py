@@ -143,7 +143,7 @@ class PanelExperts:
         """x [T, H], experts [T, K] (int64), weights [T, K] (float32) -> [T, H]."""
         gate_up, down = self.products
         up_bias, down_bias = self.biases
-        experts = experts.contiguous()
+        experts = experts.long().contiguous()
         weights = weights.float().contiguous()
         if x.stride(1) != 1:
             x = x.contiguous()
