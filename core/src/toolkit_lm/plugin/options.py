@@ -4,6 +4,7 @@ pydantic model."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -42,9 +43,8 @@ def check_options_class(kind: Any) -> None:
     resolved."""
     if kind is None:
         return
-    is_pydantic = hasattr(kind, "model_validate")
     if not (
-        is_pydantic
+        hasattr(kind, "model_validate")
         or dataclasses.is_dataclass(kind)
         or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
     ):
@@ -53,8 +53,15 @@ def check_options_class(kind: Any) -> None:
             "of them"
         )
     try:
-        inspect.signature(kind, eval_str=True)
-        if not is_pydantic:
-            msgspec.inspect.type_info(kind)
+        _resolve(kind)
     except Exception as error:
         raise PluginError(f"Options ({place_of(kind)}) cannot be made: {reason(error)}") from error
+
+
+@functools.cache
+def _resolve(kind: type[Any]) -> None:
+    """Raises where annotations cannot be resolved. Looks once at a class for all engines of a
+    process."""
+    inspect.signature(kind, eval_str=True)
+    if not hasattr(kind, "model_validate"):
+        msgspec.inspect.type_info(kind)
