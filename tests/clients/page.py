@@ -49,7 +49,8 @@ litellm.completion(model="ollama_chat/MODEL", api_base="http://127.0.0.1:8000", 
 | --- | --- | --- |
 """
 _TAIL = """
-`make test-clients` runs all of these. evalscope and mteb, which fetch data sets, and promptfoo, which is of Node, were not tried.
+`make test-clients` runs all of these. mteb asks `/v1/models` without its key, so that its server has none; `modalities=["text"]` says what is embedded.
+Not tried: evalscope, which needs an older `datasets` than guidellm, and promptfoo, which takes 1.9 GB.
 
 They need the model's tokenizer: `FOLDER` has its files. lm-eval does without where the server has `--tokenizer-info`.
 
