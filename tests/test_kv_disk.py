@@ -218,7 +218,9 @@ def in_process(model: Path, folder: Path, *, dies: bool = False, wait: float | N
         first = process.stdout.readline()
         time.sleep(wait)
         process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
+        # `communicate` would not see what is in the buffer of `readline`.
+        rest = process.stdout.read()
+        process.communicate()
         return [json.loads(line) for line in (first + rest).splitlines() if line.endswith("]")]
     out, error = process.communicate(timeout=120)
     assert process.returncode == (-signal.SIGKILL if dies else 0), error
