@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from toolkit_lm.errors import ConfigError
+from toolkit_lm.kv import Data
 
 from toolkit_lm_kv_tiers.pricing import Key
 
@@ -54,7 +55,7 @@ class Seal:
         """Returns sealed data. `about`: what tells their place and their block from others."""
         return data
 
-    def open(self, data: bytes | bytearray, about: bytes) -> bytes | bytearray:
+    def open(self, data: Data, about: bytes) -> Data:
         """Returns the data. Raises SealError."""
         return data
 
@@ -86,7 +87,7 @@ class KeyedSeal(Seal):
         nonce = os.urandom(_NONCE)
         return nonce + self._cipher.encrypt(nonce, data, about)
 
-    def open(self, data: bytes | bytearray, about: bytes) -> bytes | bytearray:
+    def open(self, data: Data, about: bytes) -> Data:
         view = memoryview(data)
         try:
             return self._cipher.decrypt(view[:_NONCE], view[_NONCE:], about)

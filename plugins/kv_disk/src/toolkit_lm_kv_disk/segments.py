@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from toolkit_lm.kv import Data
+
 Key = tuple[int, bytes]
 """KV group and digest of a block."""
 
@@ -48,6 +50,17 @@ class Place(NamedTuple):
     """Of its bytes."""
     num_bytes: int
     checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def check(self, data: Data) -> None:
+        """Raises DamageError for other bytes than were written."""
+        if len(data) != self.num_bytes:
+            raise DamageError(f"{self.segment.path.name} was cut")
+        if crc32(data) != self.checksum:
+            raise DamageError(f"{self.segment.path.name}: a block is damaged")
 
 
 class Segment:
@@ -114,14 +127,15 @@ class Segment:
     def read(self, place: Place) -> bytearray:
         """Bytes of a block. Raises OSError, and DamageError for other bytes than were written."""
         data = bytearray(place.num_bytes)
-        left = memoryview(data)
-        while left and (count := os.preadv(self.fd, [left], place.offset + len(data) - len(left))):
-            left = left[count:]
-        if left:
-            raise DamageError(f"{self.path.name} was cut")
-        if crc32(data) != place.checksum:
-            raise DamageError(f"{self.path.name}: a block is damaged")
+        place.check(memoryview(data)[: self.read_into(memoryview(data), place.offset)])
         return data
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Reads bytes from this place on. Returns how many there were. Raises OSError."""
+        left = target
+        while left and (count := os.preadv(self.fd, [left], offset + len(target) - len(left))):
+            left = left[count:]
+        return len(target) - len(left)
 
     def scan(self, identity: bytes) -> Iterator[tuple[Key, Place | None]]:
         """Yields each record's key and place in the order of writing; None: the block was dropped.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,17 +21,17 @@ from toolkit_lm_kv_tiers.stores import remember
 from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
 from toolkit_lm_kv_disk.limits import disk_bytes
 from toolkit_lm_kv_disk.log import SegmentLog
-from toolkit_lm_kv_disk.segments import Key, Place
+from toolkit_lm_kv_disk.reading import BlockReader
+from toolkit_lm_kv_disk.segments import Key
 
 logger = logging.getLogger(__name__)
 
 _CLOSING = 60.0
 """Most seconds that the end waits for what is still to be written."""
-_READERS = 2
 
 
 class DiskStore(KVTierStore):
-    """Blocks are written by a thread behind the steps, and read by two others. What waits to be
+    """Blocks are written by a thread behind the steps, and read by others. What waits to be
     written is found too."""
 
     checked: ClassVar[bool] = False
@@ -59,7 +59,9 @@ class DiskStore(KVTierStore):
         self._changed = threading.Condition()
         self._ends = False
         self._has_failed = False
-        self._readers = ThreadPoolExecutor(_READERS, "kv_disk read")
+        self._reader = BlockReader(
+            self._open_block, max(block_sizes(kv_cache), default=0) + self._seal.overhead
+        )
         self._writer = threading.Thread(target=self._write_all, name="kv_disk write", daemon=True)
         self._writer.start()
 
@@ -106,7 +108,7 @@ class DiskStore(KVTierStore):
         if data is None:
             if (place := self._log.index.get(name)) is None:
                 raise KeyError("the block was not stored")
-            return self._readers.submit(self._read, name, place)
+            return self._reader.read(name, place)
         future: Future[Data] = Future()
         future.set_result(data)
         return future
@@ -131,7 +133,7 @@ class DiskStore(KVTierStore):
             self._ends = True
             self._changed.notify()
         self._writer.join(_CLOSING)
-        self._readers.shutdown(cancel_futures=True)
+        self._reader.close()
         if not self._writer.is_alive():
             self._lock.close()
 
@@ -163,6 +165,6 @@ class DiskStore(KVTierStore):
         ):
             self.num_lost += 1
 
-    def _read(self, name: Key, place: Place) -> Data:
-        """Bytes of a block. Raises OSError, DamageError and SealError."""
-        return self._seal.open(place.segment.read(place), self._seal.about(self._rank, name))
+    def _open_block(self, name: Key, data: memoryview) -> Data:
+        """Bytes of a block. Raises SealError."""
+        return self._seal.open(data, self._seal.about(self._rank, name))
