@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -198,6 +199,40 @@ def test_the_renderer_knows_what_an_image_takes():
 
 def conversation_cost(messages):
     return generation_cost([(messages, {})], SamplingParams(max_tokens=16), 4096)
+
+
+def test_a_long_conversation_costs_what_its_messages_do_in_few_calls():
+    """The event loop waits while it is counted: 50,000 messages took it 110 ms."""
+    kinds = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "é\n'\""},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "user", "content": [{"type": "text", "text": "ü"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": "a" * 1000}]},
+        {"role": "user"},
+        5,
+    ]
+
+    def cost(messages):
+        return rendering_cost([(messages, {})])["prompt"] - rendering_cost([([], {})])["prompt"]
+
+    first = kinds[0]
+    for kind in kinds:
+        both = [first] * 300 + [kind] * 3
+        assert cost(both) == 300 * cost([first]) + 3 * (cost([first, kind]) - cost([first]))
+    calls = 0
+
+    def see(frame, event, argument):
+        nonlocal calls
+        calls += event == "c_call" and argument is repr
+
+    messages = [dict(first) for _ in range(10_000)]
+    sys.setprofile(see)
+    try:
+        conversation_cost(messages)
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls < len(messages) / 100, "no message is written by itself"
 
 
 def test_a_text_costs_by_its_bytes_each_of_which_may_be_a_token():

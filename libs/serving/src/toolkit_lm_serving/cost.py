@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from toolkit_lm.params import SamplingParams
 
@@ -32,6 +33,8 @@ _ENTRY = 40
 _MESSAGE = 64
 """Bytes of memory for a message without its content. Messages are read, checked and copied for the
 template."""
+_WRITTEN = 256
+"""Messages of plain text that are written together, to count their characters."""
 OPEN_END = 256
 """Tokens that a sequence without max_tokens is expected to have."""
 _PER_TOKEN = 4
@@ -205,7 +208,7 @@ def _size(prompt: object) -> int:
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         prompt = prompt["prompt"]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        return sum(map(_message_size, prompt))
+        return _conversation_size(prompt)
     if isinstance(prompt, str):
         return _utf8(prompt)
     return len(prompt) if isinstance(prompt, list) else _utf8(repr(prompt))
@@ -229,7 +232,22 @@ def _reads_media(prompt: object) -> bool:
 
 
 def _has_parts(message: object) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
+    # A dict is found to be one without a look into the class registry of Mapping.
+    return isinstance(message, (dict, Mapping)) and isinstance(message.get("content"), list)
+
+
+def _conversation_size(messages: list[Any]) -> int:
+    """The sum of the messages' `_message_size`. Those of plain text are written many at a time: the
+    event loop waits for it."""
+    total = 0
+    for begin in range(0, len(messages), _WRITTEN):
+        some = messages[begin : begin + _WRITTEN]
+        if any(map(_has_parts, some)):
+            total += sum(map(_message_size, some))
+        else:
+            # The list's own brackets and separators are two characters for each message.
+            total += _utf8(repr(some)) + (_MESSAGE - 2) * len(some)
+    return total
 
 
 def _message_size(message: object) -> int:
