@@ -66,9 +66,14 @@ def test_drafts_follow_the_best_of_all_places(most):
     assert drafted > 50
 
 
-def test_as_many_tokens_are_drafted_as_is_asked_for():
-    assert len(draft([1, 2, 3] * 9)) == 8
-    assert len(draft([1, 2, 3] * 9, num_speculative_tokens=3)) == 3
+def test_a_match_yields_as_many_drafts_as_it_has_tokens():
+    """Up to what is asked for. The longest match that is looked up may be longer."""
+    assert draft([1, 2, 3, 4, 5, 6, 9, 2, 3]) == [4, 5]
+    assert draft([1, 2, 3, 4, 5, 6, 9, 2, 3, 4]) == [5, 6, 9]
+    repeated = np.resize([4, 5, 6, 9, 2, 3], 16).tolist()
+    assert draft([1, 2, 3, 4, 5, 6, 9, 2, 3], prompt_lookup_max=2) == repeated
+    assert draft([1, 2, 3] * 9) == np.resize([1, 2, 3], 16).tolist()
+    assert draft([1, 2, 3] * 9, num_speculative_tokens=3) == [1, 2, 3]
 
 
 def test_shorter_n_grams_than_the_least_are_not_looked_up():
@@ -78,7 +83,8 @@ def test_shorter_n_grams_than_the_least_are_not_looked_up():
 
 
 def test_a_repetition_goes_on():
-    assert draft([1, 2, 3, 2, 3], num_speculative_tokens=5) == [2, 3, 2, 3, 2]
+    given = {"num_speculative_tokens": 5, "prompt_lookup_max": 2}
+    assert draft([1, 2, 3, 2, 3], **given) == [2, 3, 2, 3, 2]
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from toolkit_lm_drafters.token_index import TokenIndex, common_suffix
 
 _CANDIDATES = 128
 """Most earlier occurrences that are compared."""
-_DRAFTS = 8
+_DRAFTS = 16
 """Most drafts of a sequence in a step, unless an option says otherwise."""
 
 
 class NgramDrafter(Tabled):
     """Finds the last tokens of a sequence earlier in it, and drafts the tokens that followed there.
 
-    The longest match counts, of equally long ones the latest. Each sequence has an index, which
+    The longest match counts, of equally long ones the latest. It yields as many drafts as it has
+    tokens; one of the most tokens that are looked up yields all. Each sequence has an index, which
     grows with it.
     """
 
@@ -70,6 +71,9 @@ class NgramDrafter(Tabled):
                 source = place
                 if length == self._longest:
                     break
+        if longest < self._longest:
+            # A match that has just begun is likely to end soon.
+            most = min(most, longest)
         return _copy(view, source, end, min(self._num_drafts, most)) if longest else []
 
 

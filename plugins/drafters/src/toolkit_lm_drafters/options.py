@@ -12,7 +12,7 @@ class Options(Struct, frozen=True, kw_only=True):
     """Options of all drafters. Each drafter reads its own, and `num_speculative_tokens`."""
 
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Most drafts of a sequence in a step. None: 4; ngram: 8; suffix: 16."""
+    """Most drafts of a sequence in a step. None: 4; ngram and suffix: 16."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: tokens of the shortest n-gram that is looked up. None: 2, or prompt_lookup_max if
     that is less."""
