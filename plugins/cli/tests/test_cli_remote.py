@@ -195,6 +195,14 @@ def test_the_text_to_complete_may_stand_after_the_model(toolkit, url, monkeypatc
     assert toolkit("complete", "--url", url).out == "ab\nc\n"
 
 
+def test_a_model_without_a_text_is_no_silent_success(toolkit, url, monkeypatch):
+    """What was meant as a text is the model's name."""
+    monkeypatch.setattr("sys.stdin", iter_lines("\n"))
+    done = toolkit("complete", "--url", url, "The capital of Italy is")
+    assert done.code == 2 and done.out == ""
+    assert "'TEXT'" in done.err and "--prompt TEXT" in " ".join(done.err.split())
+
+
 def test_a_conversation_holds_what_was_said(toolkit, url, monkeypatch):
     monkeypatch.setattr("sys.stdin", iter_lines("one two\n", "\n", "three\n"))
     assert toolkit("chat", "--url", url).out == "onetwo\nthree\n"

@@ -41,6 +41,11 @@ def ask_server(
     if response.is_error or not isinstance(answer, dict):
         reason = answer.get("error", answer) if isinstance(answer, dict) else answer
         words = reason.get("message", reason) if isinstance(reason, dict) else reason
+        if response.status_code == 404 and words == "Not Found":
+            raise ToolkitError(
+                f"the server at {address} has no {method} {path}: an option opens it, or a plugin "
+                "brings it."
+            )
         raise ToolkitError(f"the server refused the request ({response.status_code}): {words}")
     return answer
 

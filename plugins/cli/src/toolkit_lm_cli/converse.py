@@ -133,9 +133,16 @@ def complete(
     first = prompt if text is None else text
     talker = _talker(ctx, config, client, plugins)
     screen = PlainScreen()
+    line = None
     try:
         for line in [first] if first is not None else _lines():
             screen.show(talker.complete(line, flags))
+        if line is None and not sys.stdin.isatty():
+            raise typer.BadParameter(
+                "there is none, and standard input has no line. A single argument is MODEL; "
+                "--prompt TEXT needs none.",
+                param_hint="'TEXT'",
+            )
     finally:
         talker.close()
 
