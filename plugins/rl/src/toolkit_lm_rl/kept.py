@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _PIECE = 8 << 20
 """Bytes that are copied at once."""
+_COMPARED = 256 << 10
+"""Bytes that are compared at once. The C library keeps the memory of greater pieces, for each
+thread."""
 _MOST_THREADS = 8
 """Most threads that copy."""
 _ROOM = 0.5
@@ -95,10 +98,13 @@ class Kept:
 
     def _change(self, memory: memoryview, place: int) -> None:
         """Writes what differs from the file."""
-        found = bytearray(len(memory))
-        self._read(memoryview(found), place)
-        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(memory, np.uint8)):
-            self._write(memory, place)
+        found = memoryview(bytearray(min(len(memory), _COMPARED)))
+        for start in range(0, len(memory), _COMPARED):
+            piece = memory[start : start + _COMPARED]
+            before = found[: len(piece)]
+            self._read(before, place + start)
+            if not np.array_equal(np.frombuffer(before, np.uint8), np.frombuffer(piece, np.uint8)):
+                self._write(piece, place + start)
 
     def _read(self, memory: memoryview, place: int) -> None:
         done = 0
