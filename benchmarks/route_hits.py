@@ -1,7 +1,7 @@
 """Measures prefix hits over four real servers behind a router, with KV events and without, as
 shares of one server's hits.
 
-usage: python benchmarks/route_hits.py [--templates 24] [--uses 5] [--json]
+usage: python benchmarks/route_hits.py [--templates 16] [--uses 4] [--json]
 
 Each workload uses templates several times, in a random order, each time with another end. `short`:
 prompts of 400 bytes. `long`: of 1,500. `warmed`: long ones, each of whose templates a direct client
@@ -130,8 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--templates", type=int, default=24)
-    parser.add_argument("--uses", type=int, default=5)
+    parser.add_argument("--templates", type=int, default=16)
+    parser.add_argument("--uses", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = asyncio.run(measure(arguments.templates, arguments.uses))
