@@ -240,10 +240,8 @@ class Chat:
             if reading.reasoning is not None:
                 options["stop_scope"] = reading.reasoning.stop_scope
         check_priority(engine, options)
-        rendering = self._render_options(body, names)
-        # These look at each message, of which there may be tens of thousands.
-        conversations, rendering = await aside(_prefilled, conversations, rendering)
-        conversations, tools = await aside(self._with_tools, body, conversations, reading.use)
+        conversations, rendering = _prefilled(conversations, self._render_options(body, names))
+        conversations, tools = self._with_tools(body, conversations, reading.use)
         rendering |= tools
         outputs = engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
