@@ -363,12 +363,27 @@ def test_several_engines_have_a_port_each(options):
             follower._stack.close()
 
 
+def test_a_free_port(options):
+    """Two engines of a machine with the same options, each of which a subscriber finds."""
+    options |= {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    with engine(options) as llm, engine(options) as other:
+        sources = [one.call_workers("kv_events.source", None, Source)[0] for one in (llm, other)]
+        endpoints = [x for source in sources for x in (source.endpoint, source.replay_endpoint)]
+        assert len(set(endpoints)) == 4 and not any(x.endswith(":0") for x in endpoints)
+        for one, source in zip((llm, other), sources, strict=True):
+            with Follower(source.endpoint, source.replay_endpoint, b"kv@") as follower:
+                one.generate(prompts(random.Random(1), 2), GREEDY)
+                follower.replay()
+                assert follower.blocks
+
+
 @pytest.mark.parametrize(
     "text, rank, wanted",
     [
         ("tcp://127.0.0.1:5557", 3, "tcp://127.0.0.1:5560"),
         ("tcp://*:5557", 0, "tcp://*:5557"),
         ("tcp://[::1]:70", 1, "tcp://[::1]:71"),
+        ("tcp://*:0", 2, "tcp://*:0"),
         ("ipc:///run/kv", 0, "ipc:///run/kv"),
         ("ipc:///run/kv", 2, "ipc:///run/kv_dp2"),
     ],
@@ -398,7 +413,7 @@ def test_own_addresses_are_bound(text, binds):
     [
         {"endpoint": "5557"},
         {"endpoint": "tcp://*"},
-        {"endpoint": "tcp://*:0"},
+        {"endpoint": "tcp://router.example.com:0"},
         {"endpoint": "tcp://*:70000"},
         {"endpoint": "udp://*:5557"},
         {"endpoint": "tcp://a b:1"},

@@ -25,7 +25,7 @@ class Options(Struct, frozen=True):
     endpoint: str = DEFAULT
     """Address of the ZeroMQ PUB socket: tcp://HOST:PORT or ipc://PATH. The hosts *, localhost and
     addresses of the loopback interface are bound. Other hosts are connected to. Engine n of several
-    adds n to the port."""
+    adds n to the port. Port 0 is a free one, which /kv_event_sources tells."""
     replay_endpoint: str | None = None
     """Address of the ROUTER socket that sends missed batches again; it is bound. None: there is
     none."""
@@ -54,7 +54,7 @@ class Options(Struct, frozen=True):
                     f"kv_events.replay_endpoint: {value!r} names another machine, and the socket "
                     "is bound. Use tcp://*:PORT, tcp://127.0.0.1:PORT or ipc://PATH."
                 )
-        if self.endpoint == self.replay_endpoint:
+        if self.endpoint == self.replay_endpoint and parse(self.endpoint).port != 0:
             raise ConfigError(
                 f"kv_events: endpoint and replay_endpoint are both {self.endpoint!r}. Give them "
                 "different ports."

@@ -21,14 +21,17 @@ class Endpoint(NamedTuple):
     base: str
     """Address without the port; of an ipc socket all of it."""
     port: int | None
+    """0: a free one, where it is bound."""
     binds: bool
     """Subscribers connect to it. False: it is a subscriber's own address."""
 
     def of_rank(self, rank: int) -> str:
-        """Returns the address of a data parallel rank: its port is `rank` higher. Raises ValueError
-        if there is no such port."""
+        """Returns the address of a data parallel rank: its port is `rank` higher, or 0, a free one.
+        Raises ValueError if there is no such port."""
         if self.port is None:
             return self.base if rank == 0 else f"{self.base}_dp{rank}"
+        if self.port == 0:
+            return f"{self.base}:0"
         if (port := self.port + rank) > 65535:
             raise ValueError(
                 f"{self.base}:{self.port} leaves no port for data parallel rank {rank}"
@@ -41,7 +44,8 @@ def parse(text: str) -> Endpoint:
     if found := _IPC.fullmatch(text):
         return Endpoint(text, None, True)
     found = _TCP.fullmatch(text)
-    if found is None or not 0 < int(found["port"]) <= 65535:
+    first = 0 if found and _is_own(found["host"]) else 1
+    if found is None or not first <= int(found["port"]) <= 65535:
         raise ValueError(
             f"{text!r} is no address. Use tcp://HOST:PORT, with * for all interfaces, or ipc://PATH."
         )

@@ -96,6 +96,9 @@ class Publisher:
             address = parsed.of_rank(self.rank)
             if parsed.binds:
                 socket.bind(address)
+                if parsed.port == 0:
+                    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+                    address = f"{parsed.base}:{bound.rpartition(':')[2]}"
             else:
                 socket.connect(address)
         except (zmq.ZMQError, ValueError) as error:
