@@ -65,7 +65,8 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
             assert not gc.isenabled()
             raise ValueError("within")
         assert gc.isenabled() == enabled
-        assert gc.get_freeze_count() in (0, frozen_by_python)
+        # What is frozen may end meanwhile.
+        assert gc.get_freeze_count() <= frozen_by_python
     finally:
         (gc.enable if was_enabled else gc.disable)()
 
