@@ -446,7 +446,7 @@ async def test_a_restart_forgets_the_prefixes(make_routing, make_stub):
     backend = make_stub()
     async with make_routing(backend) as routed:
         await routed.post(prompt="a" * 4000)
-        assert len(routed.fleet.policy.index) == 7
+        assert len(routed.fleet.policy.index) == 10
         backend.health = 503
         await routed.until("down", backend)
         assert len(routed.fleet.policy.index) == 0
@@ -455,7 +455,7 @@ async def test_a_restart_forgets_the_prefixes(make_routing, make_stub):
         backend.health = 200
         await routed.until("ready", backend)
         await routed.post(prompt="a" * 4000)
-        assert len(routed.fleet.policy.index) == 7
+        assert len(routed.fleet.policy.index) == 10
         backend.created = 2
         while len(routed.fleet.policy.index):
             await asyncio.sleep(0.02)
