@@ -86,6 +86,7 @@ FAMILIES = [
     ("moe", "moe_families", "qwen3_moe", "4 of 8"),
     ("deepseek", "deepseek_families", "DeepseekV3ForCausalLM", None),
     ("hybrid", "hybrid_families", "JambaForCausalLM", None),
+    ("hybrid", "hybrid_families", "RecurrentGemmaForCausalLM", None),
     *(
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in (

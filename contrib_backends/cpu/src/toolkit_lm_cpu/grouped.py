@@ -19,6 +19,8 @@ class GroupedPanels:
     """The rows of several weights of one shape, multiplied in one call. Each row has the bits that
     its weight's own method gives it."""
 
+    made_of_weights = True
+
     def __init__(self, methods: Sequence[PanelLinear | QuantizedPanels]) -> None:
         first = methods[0]
         self.type = first.type

@@ -12,8 +12,24 @@ HeadProduct = Callable[[Tensor], Tensor]
 """x [N, T, inputs] -> [N, T, outputs]: each of N heads by its own weight."""
 
 
+class TorchBlocks:
+    """The product of N blocks by torch: a HeadProduct."""
+
+    made_of_weights = True
+
+    def __init__(self, blocks: Tensor) -> None:
+        """`blocks`: [N, outputs, inputs]."""
+        self._blocks = blocks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self._blocks.mT)
+
+
 class BlockProduct:
     """The product of N blocks in one call of the kernels: a HeadProduct."""
+
+    made_of_weights = True
+    """It has a copy of weights: who changes these puts None in its place."""
 
     def __init__(self, product: GroupedProduct) -> None:
         self._product = product
@@ -37,7 +53,7 @@ class BlockProduct:
 
 def by_head(kernels: Kernels, blocks: Tensor) -> HeadProduct:
     """The product of blocks [N, outputs, inputs], by the kernels or else by torch."""
-    return BlockProduct.of(kernels, blocks) or (lambda x: torch.bmm(x, blocks.mT))
+    return BlockProduct.of(kernels, blocks) or TorchBlocks(blocks)
 
 
 def _method_of(kernels: Kernels, block: Tensor) -> LinearMethod:

@@ -56,17 +56,13 @@ class RgLru(nn.Module):
         self.gate_weight = new_parameter((heads.size, 2 * size, size), torch.float32, loader)
         self.gate_bias = new_parameter((heads.size, 2 * size), torch.float32, loader)
         self.recurrent_param = head_parameter(channels)
-        self._product: BlockProduct | None = None
-        """Of all blocks in one. They are put into it at the first use."""
-        self._blocks: list[Tensor] = []
-        """The block of each head: kernels pack a constant tensor once."""
+        self._made: tuple[list[Tensor], BlockProduct | None] | None = None
+        """The block of each head, as kernels pack a constant tensor once, and the product of all
+        in one. Both are made at the first use."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, C] -> the gates of the input and of the recurrence [T, C], and the rates of decay
         [1, C]."""
-        if not self._blocks:
-            self._blocks = [*self.gate_weight.detach()]
-            self._product = BlockProduct.of(self.kernels, self.gate_weight.detach())
         heads = x.view(len(x), len(self.gate_bias), -1).transpose(0, 1)
         gates = self._multiply(heads).sigmoid_()
         entering, kept = (gate.transpose(0, 1).reshape(x.shape) for gate in gates.chunk(2, dim=-1))
@@ -74,11 +70,15 @@ class RgLru(nn.Module):
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x [heads, T, size] -> [heads, T, 2 * size], each head by its block."""
-        if self._product is not None:
-            return self._product(x, self.gate_bias)
+        if self._made is None:
+            weight = self.gate_weight.detach()
+            self._made = [*weight], BlockProduct.of(self.kernels, weight)
+        blocks, product = self._made
+        if product is not None:
+            return product(x, self.gate_bias)
         made = [
-            self.kernels.linear(head, weight, bias)
-            for head, weight, bias in zip(x, self._blocks, self.gate_bias, strict=True)
+            self.kernels.linear(head, block, bias)
+            for head, block, bias in zip(x, blocks, self.gate_bias, strict=True)
         ]
         return torch.stack(made)
 

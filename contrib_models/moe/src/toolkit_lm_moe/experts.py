@@ -169,7 +169,7 @@ class RoutedExperts(Bypassable):
     stacked: tuple[Tensor, Tensor] | None
     """The weights of the experts held, for one grouped product: gate and up [E, 2 * inner, H], down
     [E, H, inner]. None: one by one."""
-    stacked_biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    stacked_biases: tuple[Tensor | None, Tensor | None] | None = None
     """Their biases [E, 2 * inner] and [E, H], those that this rank adds."""
     _products: tuple[GroupedProduct, ...] | None = None
     """The kernels' products of experts, gate and up, and down; empty: one by one. None: not asked
@@ -317,7 +317,7 @@ class RoutedExperts(Bypassable):
         if self.unit is None:
             gate_up, down = (methods[i :: len(PROJECTIONS)] for i in range(len(PROJECTIONS)))
             self._whole = self.kernels.experts(
-                gate_up, down, self.stacked_biases, self._follows, self.held.start
+                gate_up, down, self.stacked_biases or (None, None), self._follows, self.held.start
             )
 
     def _projections(self) -> tuple[LinearMethod, ...]:
@@ -331,7 +331,7 @@ class RoutedExperts(Bypassable):
         ends = torch.searchsorted(
             chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True
         )
-        of_gate_up, of_down = self.stacked_biases
+        of_gate_up, of_down = self.stacked_biases or (None, None)
         if self.stacked is None:
             assert self._products
             first, second = self._products

@@ -129,7 +129,8 @@ def _has_tensors(value: Any) -> bool:
         return any(map(_has_tensors, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_has_tensors, value))
-    return isinstance(value, (Tensor, np.ndarray))
+    # Products of blocks, for example, hide their copies of weights from this module.
+    return isinstance(value, (Tensor, np.ndarray)) or getattr(value, "made_of_weights", False)
 
 
 def _differs(place: str, left: object, right: object) -> UnsupportedError:
