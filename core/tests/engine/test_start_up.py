@@ -65,7 +65,7 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
             assert not gc.isenabled()
             raise ValueError("within")
         assert gc.isenabled() == enabled
-        # What is frozen may end meanwhile.
+        # Frozen objects may end meanwhile.
         assert gc.get_freeze_count() <= frozen_by_python
     finally:
         (gc.enable if was_enabled else gc.disable)()
