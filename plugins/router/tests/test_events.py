@@ -91,6 +91,18 @@ class Servers:
 
         await self.until(has_grown)
 
+    async def followed(self, url: str) -> None:
+        """Returns once the router learns of what a backend computes."""
+        before = await self.figure("index_chunks")
+        names = iter(range(1000))
+
+        async def is_followed() -> bool:
+            # Events before the router has subscribed are not seen.
+            await self.ask(url, text(f"{next(names)} others"))
+            return await self.figure("index_chunks") > before
+
+        await self.until(is_followed)
+
 
 @asynccontextmanager
 async def started() -> AsyncIterator[Servers]:
@@ -115,6 +127,7 @@ async def test_a_prefix_that_others_have_sent_is_found():
         servers.serve(*published())
         direct = servers.serve(*published())
         await servers.route("--kv-events")
+        await servers.followed(direct)
         # Each goes to the less loaded of two random backends, if the router does not know better.
         for name in ("Anna", "Otto", "Ida", "Karl", "Mia", "Paul"):
             await servers.grows(lambda name=name: servers.ask(direct, text(name)))
@@ -181,7 +194,7 @@ async def test_a_backend_that_starts_anew_is_followed_again():
         words = ["--port", str(port), *published(replay_endpoint=None)]
         direct = servers.serve(*words)
         await servers.route("--kv-events")
-        await servers.grows(lambda: servers.ask(direct, text("Anna")))
+        await servers.followed(direct)
         servers.commands[1].send(signal.SIGKILL)
 
         async def is_down() -> bool:
@@ -196,10 +209,4 @@ async def test_a_backend_that_starts_anew_is_followed_again():
         await servers.until(lambda: servers.figure("ready", direct))
         assert await servers.figure("index_chunks") == 0
         # It has no replays: what was published before the router listened is not known.
-        names = iter(range(1000))
-
-        async def is_followed() -> bool:
-            await servers.ask(direct, text(f"{next(names)} others"))
-            return await servers.figure("index_chunks") > 0
-
-        await servers.until(is_followed)
+        await servers.followed(direct)
