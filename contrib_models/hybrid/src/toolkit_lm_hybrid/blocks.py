@@ -36,8 +36,8 @@ class BlockProduct:
 
     @staticmethod
     def of(kernels: Kernels, blocks: Tensor) -> BlockProduct | None:
-        """Of blocks [N, outputs, inputs], which are copied. None: the kernels cannot group them, or
-        they are on another device than the CPU."""
+        """The product of copies of `blocks` [N, outputs, inputs]. None: the kernels cannot group
+        them, or they are on another device than the CPU."""
         if blocks.device.type != "cpu":
             return None
         product = kernels.group([_method_of(kernels, block) for block in blocks])

@@ -347,7 +347,7 @@ class RoutedExperts(Bypassable):
 
     @property
     def _follows(self) -> Epilogue:
-        """What follows the product of gate and up, but for `unit`."""
+        """The epilogue of gate and up: none where `unit` follows."""
         return NO_EPILOGUE if self.unit else Epilogue(self.activation, gated=self.gated)
 
     def refuses_bypass(self) -> str | None:

@@ -77,7 +77,7 @@ class RoutedBlock(nn.Module):
         return config.get("hidden_act", str, "silu")
 
     def unit(self, config: HFConfig) -> GatedUnit | None:
-        """What an expert computes of gate and up. None: its activation."""
+        """The unit that an expert makes of gate and up. None: its activation."""
         return None
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ def parse(text: str) -> Endpoint:
     first = 0 if found and _is_own(found["host"]) else 1
     if found is None or not first <= int(found["port"]) <= 65535:
         raise ValueError(
-            f"{text!r} is no address. Use tcp://HOST:PORT, with * for all interfaces, or ipc://PATH."
+            f"{text!r} is no address. Use tcp://HOST:PORT, with * for all interfaces, or "
+            "ipc://PATH."
         )
     host = found["host"]
     return Endpoint(f"tcp://{host}", int(found["port"]), _is_own(host))

@@ -38,7 +38,7 @@ class Asked(Struct, frozen=True, array_like=True):
 
 
 class News(Struct, array_like=True):
-    """What the planner tells each rank's store."""
+    """A message of the planner to each rank's store."""
 
     begun: list[tuple[str, list[Content]]] = []
     """Requests that will offer blocks, and these."""

@@ -161,7 +161,7 @@ def chunks(path: str, body: bytes, hasher: Hasher) -> tuple[list[int], int]:
 
 
 def _head(path: str, fields: _Fields) -> bytes:
-    """What a prompt's cache depends on beside its text."""
+    """The facts, beside its text, on which a prompt's cache depends."""
     kind = b"text" if "completions" in path and "chat" not in path else b"chat"
     return b"\0".join((kind, _bytes(fields.model), _bytes(fields.cache_salt)))
 

@@ -102,8 +102,8 @@ class Following:
 
 
 def address_of(endpoint: str, url: str) -> str | None:
-    """Where a router reaches a socket that a backend has: on the machine of the backend's URL, and
-    on no other. None: nowhere."""
+    """The address at which a router reaches a backend's socket: on the machine of the backend's
+    URL. None: the socket is on another, or of another kind."""
     host = urlsplit(url).hostname or ""
     kind, _, place = endpoint.partition("://")
     if kind == "ipc":
