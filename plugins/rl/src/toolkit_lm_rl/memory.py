@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -224,3 +226,12 @@ def release_pages(storage: torch.UntypedStorage) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
     return 0 if done else end - start
+
+
+def collect() -> None:
+    """Collects garbage, such as a KV cache that is no longer used: a process that rests makes no
+    objects, so that Python would not collect it by itself. What the C library keeps of freed memory
+    goes back to the system."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

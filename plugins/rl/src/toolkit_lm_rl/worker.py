@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toolkit_lm_rl.extension import Extension
 from toolkit_lm_rl.kept import Kept
-from toolkit_lm_rl.memory import copy_contents, release_pages, storages, whole_pages
+from toolkit_lm_rl.memory import collect, copy_contents, release_pages, storages, whole_pages
 from toolkit_lm_rl.share import Call, CallResult, Drop, Dropped, SavedState, Staged
 from toolkit_lm_rl.values import packed, unpacked
 
@@ -127,6 +127,7 @@ class WeightsPart(StepPart):
         level = drop.level
         if level > 1:
             self._bring_back()
+        collect()
         if self.device.type == "cpu":
             return self._drop_host(drop) if level > 1 else Dropped(0)
         freed = 0
