@@ -11,7 +11,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm_rl import kept
 from toolkit_lm_rl.control import AsyncControl, Control
-from toolkit_lm_rl.memory import release_pages, storages, whole_pages
+from toolkit_lm_rl.memory import pairs, release_pages, storages, whole_pages
+from toolkit_lm_weights.beside import networks_beside
 
 PROMPTS = ["Once upon a time", "The capital of France is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
@@ -140,6 +141,61 @@ def test_weights_for_which_no_disk_has_room_come_from_the_checkpoint(monkeypatch
         assert control.wake_up()
         assert "the file is too short" in caplog.text
         assert tokens(llm) == expected
+
+
+def contents(network) -> dict:
+    return {
+        pair.place: pair.old.clone()
+        for pair in pairs(network, network)
+        # Results on the way through a step are no weights.
+        if isinstance(pair.old, torch.Tensor) and "_workspace" not in pair.place
+    }
+
+
+def weigh(network) -> int:
+    """Bytes of the network's pages that are not zero."""
+    return sum(
+        int(torch.empty(0, dtype=torch.uint8).set_(memory)[4096:-4096].any()) * memory.nbytes()
+        for memory in storages(network).values()
+    )
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+def test_a_draft_model_sleeps_with_its_target(drafter, keep):
+    """Its weights are dropped, and come back from the file or from its own checkpoint."""
+    model = {"draft_model": "tiny-draft", "eagle": "tiny-eagle"}[drafter]
+    options = {"drafter": drafter, "draft_budget": "all"}
+    with LLM("tiny", **options, plugin_option=[f"drafters.model={model}"]) as llm:
+        expected = tokens(llm)
+        control = Control(llm)
+        [part] = networks_beside(llm.engine.client.core.executor.runner.model)
+        before = contents(part.network)
+        assert weigh(part.network)
+        for _ in range(2):
+            assert control.sleep(2, keep=keep) is keep
+            assert not weigh(part.network)
+            assert control.wake_up()
+            after = contents(part.network)
+            assert after.keys() == before.keys()
+            assert all(torch.equal(after[place], before[place]) for place in before)
+            assert tokens(llm) == expected
+
+
+def test_a_draft_model_stays_when_its_target_changes(policies):
+    """Weights that come to a sleeping engine are the target's. Those of the draft model, whose
+    file is forgotten then, are read anew."""
+    options = {"renderer": "tokens", "max_model_len": 64, "num_kv_blocks": 48}
+    draft = {"drafter": "draft_model", "plugin_option": [f"drafters.model={policies / 'old'}"]}
+    with LLM(str(policies / "old"), **options, **draft) as llm:
+        control = Control(llm)
+        [part] = networks_beside(llm.engine.client.core.executor.runner.model)
+        before = contents(part.network)
+        assert control.sleep(2, keep=True)
+        control.update_weights(str(policies / "new"))
+        assert control.wake_up()
+        after = contents(part.network)
+        assert all(torch.equal(after[place], before[place]) for place in before)
 
 
 def test_a_file_has_the_contents_of_the_last_sleep():

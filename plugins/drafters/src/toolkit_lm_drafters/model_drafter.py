@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +16,7 @@ from toolkit_lm.messages import NewSequence, StepResult
 from toolkit_lm.model import Model, construct, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.step import StepInputs, StepRun
+from toolkit_lm_weights.beside import add_beside
 from torch import Tensor, nn
 
 from toolkit_lm_drafters.filled import FilledPrefixes
@@ -157,6 +158,14 @@ class ModelDrafter(Tabled):
             and (spec.caches_prefixes and spec.grows and not spec.first_needed(2**30))
             for spec in kept
         )
+
+    def load(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        add_beside(self.model, self)
+
+    def made_again(self) -> nn.Module:
+        """Makes the network anew, from its checkpoint."""
+        made_of = self.network_of(self.model, self.config, self.plugins, self.options)
+        return made_of.load(self.device, self.plugins)
 
     def layers(self) -> Mapping[str, CacheLayer]:
         found = (module for module in self.network.modules() if isinstance(module, CacheLayer))

@@ -14,6 +14,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.model import CheckpointLoader, Model, load_model
 from toolkit_lm.step import StepPart, worker_method
+from toolkit_lm_weights.beside import networks_beside
 from torch import Tensor
 
 from toolkit_lm_rl.extension import Extension
@@ -131,7 +132,7 @@ class WeightsPart(StepPart):
         if self.device.type == "cpu":
             return self._drop_host(drop) if level > 1 else Dropped(0)
         freed = 0
-        for storage in storages(self.model).values():
+        for storage in self._storages():
             if storage.device.type != "cpu":
                 size = storage.nbytes()
                 if level < 2:
@@ -145,12 +146,19 @@ class WeightsPart(StepPart):
         return Dropped(freed)
 
     def _drop_host(self, drop: Drop) -> Dropped:
-        found = [*storages(self.model).values()]
+        found = self._storages()
         is_kept = drop.keep and self._kept.keep(sorted(map(whole_pages, found)))
         if not is_kept:
             self._kept.forget()
         self._is_dropped = True
         return Dropped(sum(map(release_pages, found)), is_kept)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """The memory of the weights, with those of networks beside the model."""
+        found = storages(self.model)
+        for part in networks_beside(self.model):
+            found |= storages(part.network)
+        return [*found.values()]
 
     @worker_method
     def restore(self) -> None:
@@ -204,5 +212,8 @@ class WeightsPart(StepPart):
     def _refill(self, fresh: Model) -> None:
         self._bring_back()
         self._kept.forget()
+        if self._is_dropped:
+            for part in networks_beside(self.model):
+                copy_contents(part.network, part.made_again())
         copy_contents(self.model, fresh)
         self._is_dropped = False
