@@ -70,6 +70,7 @@ FAULTS = {
     "models:\n  - name: a b\n": (":2:11: the entry name must be", ),
     "models:\n  - name: a\n    keep_alive: soon\n": (":2:5: ", "'soon' is not a duration"),
     "models:\n  - name: a\n  - name: b\n    aliases: [a]\n": ("'a'", ":2:5 and ", ":3:5"),
+    "models:\n  - {name: a, aliases: [b]}\n  - {name: b, aliases: [a]}\n": ("'[ab]'", ":2:5 and "),
     "models:\n  - name: a\n    aliases: [x, x]\n": ("'x'", ":2:5: twice"),
     "models:\n  - name: a\n    aliases: [a]\n": ("'a'", ":2:5: twice"),
     "models:\n  - name: a\n    adapters: {a: b}\n": ("'a'", ":2:5: twice"),
