@@ -13,12 +13,14 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
 from toolkit_lm.kv import Data
+
+from toolkit_lm_kv_disk.checksums import Checksum, crc32_of, make_xxh3
 
 Key = tuple[int, bytes]
 """KV group and digest of a block."""
@@ -28,11 +30,17 @@ VERSION = 1
 _FILE = struct.Struct("<8sI32sI")
 """Magic, version, identity, and the CRC-32 of these."""
 _RECORD = struct.Struct("<4sHH32sQII")
-"""Magic, kind, group, digest, bytes of the block, their CRC-32, and the CRC-32 of all these."""
+"""Magic, kind, group, digest, bytes of the block, their checksum, and the CRC-32 of all these."""
 _RECORD_MAGIC = b"TKVB"
 _BLOCK = 1
 _DROPPED = 2
-"""Kinds of records. A dropped block is not found any more, whichever segment holds it."""
+_HASHED = 3
+"""Kinds of records: a block with a CRC-32, a block that is not found any more, whichever segment
+holds it, and a block with an XXH3."""
+_CHECKSUMS: dict[int, Checksum] = {_BLOCK: crc32_of}
+"""By kind of a block."""
+if (_xxh3 := make_xxh3()) is not None:
+    _CHECKSUMS[_HASHED] = _xxh3
 _NAME = re.compile(r"segment-(\d{8})\.kv")
 RECORD_BYTES = _RECORD.size
 """Bytes of a record beside those of its block."""
@@ -50,6 +58,8 @@ class Place(NamedTuple):
     """Of its bytes."""
     num_bytes: int
     checksum: int
+    kind: int = _BLOCK
+    """Kind of its record."""
 
     @property
     def end(self) -> int:
@@ -59,8 +69,11 @@ class Place(NamedTuple):
         """Raises DamageError for other bytes than were written."""
         if len(data) != self.num_bytes:
             raise DamageError(f"{self.segment.path.name} was cut")
-        if crc32(data) != self.checksum:
+        if not self._matches([data]):
             raise DamageError(f"{self.segment.path.name}: a block is damaged")
+
+    def _matches(self, parts: Sequence[Data]) -> bool:
+        return _CHECKSUMS[self.kind](parts) == self.checksum
 
 
 class Segment:
@@ -105,9 +118,10 @@ class Segment:
 
     def append(self, key: Key, data: bytes | bytearray) -> Place:
         """Writes a block at the end. Raises OSError, and the segment is then as before."""
-        checksum = crc32(data)
-        self._append(_record(_BLOCK, key, len(data), checksum) + data)
-        return Place(self, self.size - len(data), len(data), checksum)
+        kind = max(_CHECKSUMS)
+        checksum = _CHECKSUMS[kind]([data])
+        self._append(_record(kind, key, len(data), checksum) + data)
+        return Place(self, self.size - len(data), len(data), checksum, kind)
 
     def append_dropped(self, key: Key) -> None:
         """Writes that a block is not there any more. Raises OSError."""
@@ -163,8 +177,10 @@ class Segment:
                 yield (group, digest), None
             elif offset + num_bytes > self.size:
                 raise DamageError(f"{self.path.name} was cut")
-            elif kind == _BLOCK:
-                yield (group, digest), Place(self, offset, num_bytes, data_checksum)
+            elif kind in _CHECKSUMS:
+                yield (group, digest), Place(self, offset, num_bytes, data_checksum, kind)
+            elif kind == _HASHED:
+                raise DamageError(f"{self.path.name}: its blocks need the package xxhash")
             offset += num_bytes
 
 
