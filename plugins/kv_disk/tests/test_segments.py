@@ -182,12 +182,12 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_at_20_moments(tmp_path):
+def test_a_writer_that_is_killed_at_50_moments(tmp_path):
     """Never a wrong block, and never a failed start. What it had written is there."""
     folder = tmp_path / "kv"
     folder.mkdir()
     rng = random.Random(4)
-    for _ in range(20):
+    for _ in range(50):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE
         )
