@@ -373,6 +373,7 @@ def test_aborts_during_loads_leave_no_block(llama, tmp_path, aborts):
         core = llm.engine.client.core
         store = core.executor.runner._transfers._stores["kv_disk"]
         store.load = lambda group, key: Future()
+        store.fill = lambda blocks: 0
         for number in range(aborts):
             llm.engine.add_request(f"{number}", PROMPTS[number % 4], LOUD)
             while not core.scheduler.roster.loading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -30,6 +31,9 @@ class KVCache:
             zeros((pool.num_pages, pool.num_blocks, pool.page_bytes), device)
             for pool in config.pools
         ]
+        self._pages = [self._pools[group.pool][: len(group.layers)] for group in config.groups]
+        """Each KV group's pages: [layers, num_blocks, page_bytes]."""
+        self._memory = [pages.numpy() if device.type == "cpu" else None for pages in self._pages]
 
     def tensors(self, index: int, layout: Sequence[PageTensor]) -> list[tuple[Tensor, ...]]:
         """Tensors of a KV group's layers, as its backend lays them into a page. Raises ValueError
@@ -42,33 +46,41 @@ class KVCache:
                 f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of "
                 f"{group.spec.page_bytes} bytes."
             )
-        return [_split(pages, layout) for pages in self._pages(index)]
+        return [_split(pages, layout) for pages in self._pages[index]]
 
     def block(self, group: int, block: int) -> Block:
         """Returns a block of a KV group, as bytes."""
-        return Block(self._pages(group)[:, block])
+        return Block(self._pages[group], self._memory[group], block)
 
     def copy(self, copy: BlockCopy) -> None:
         """Copies a block on the device."""
-        pages = self._pages(copy.group)
+        pages = self._pages[copy.group]
         pages[:, copy.target] = pages[:, copy.source]
-
-    def _pages(self, index: int) -> Tensor:
-        """A KV group's pages: [layers, num_blocks, page_bytes]."""
-        group = self.config.groups[index]
-        return self._pools[group.pool][: len(group.layers)]
 
 
 class Block:
     """The bytes of a block: one page per layer of its group, [layers, page_bytes]. A stage of a
     pipeline may have no layer of the group."""
 
-    def __init__(self, pages: Tensor) -> None:
-        self._pages = pages
+    def __init__(self, pages: Tensor, memory: Any | None, block: int) -> None:
+        """`pages`: those of all blocks, [layers, num_blocks, page_bytes]; on a CPU, `memory` is
+        the same as a NumPy array."""
+        self._all = pages
+        self._memory = memory
+        self._block = block
+
+    @property
+    def _pages(self) -> Tensor:
+        return self._all[:, self._block]
 
     @property
     def num_bytes(self) -> int:
-        return self._pages.numel()
+        return self._all.shape[0] * self._all.shape[2]
+
+    @property
+    def memory(self) -> Sequence[Data]:
+        """The pages themselves, to be written to; empty on a device other than the CPU."""
+        return [] if self._memory is None else [*self._memory[:, self._block]]
 
     def read_into(self, target: Data) -> None:
         """Copies the block into host memory of `num_bytes` bytes."""

@@ -86,6 +86,10 @@ class BlockBytes(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def memory(self) -> Sequence[Data]:
+        """The pages themselves, to be written to; empty on a device other than the CPU."""
+
     def read_into(self, target: Data) -> None:
         """Copies the block into host memory of `num_bytes` bytes."""
 
@@ -115,6 +119,12 @@ class KVTierStore(ABC):
     def load(self, group: int, key: TierKey) -> Future[Data]:
         """Returns a future of the bytes stored under this key. It fails if they are missing.
         Truncated or damaged bytes count as a failure. The call must not block."""
+
+    def fill(self, blocks: Sequence[tuple[int, TierKey, BlockBytes]]) -> int:
+        """Fills blocks in place, each with what is stored under its group and key, as far as that
+        needs no wait: a step calls it. Returns how many of the first are filled and checked; the
+        others are loaded, whatever was written to them."""
+        return 0
 
     def drop(self, group: int, key: TierKey) -> None:  # noqa: B027
         """Forgets a block, which will not be requested again. Unknown ones are accepted."""

@@ -23,6 +23,8 @@ _WAIT = 0.02
 _MOST_BYTES = 64 * 2**20
 """Most bytes of loaded blocks that one step writes to the device, so that its rows do not wait
 long."""
+_Loading = list[tuple[TierBlock, Future[Data] | None]]
+"""None: the data are not asked for yet, nor those of later blocks."""
 
 
 class LoadState(IntEnum):
@@ -47,7 +49,7 @@ class Transfers:
         self._cache = cache
         self._stores = stores
         self._agree = agree
-        self._loads: dict[int, list[tuple[TierBlock, Future[Data]]] | None] = {}
+        self._loads: dict[int, _Loading | None] = {}
         """Blocks that are not on the device yet, by ticket. None: the load has failed."""
 
     def run(self, plan: StepPlan) -> dict[int, bool]:
@@ -83,7 +85,7 @@ class Transfers:
                 # The request that asks for it will miss it.
                 logger.exception("KV tier %r: a block could not be stored", tier_block.tier)
         for load in work.loads:
-            self._loads[load.ticket] = [(block, self._load(block)) for block in load.blocks]
+            self._loads[load.ticket] = [(block, None) for block in load.blocks]
 
     def _load(self, block: TierBlock) -> Future[Data]:
         try:
@@ -99,13 +101,12 @@ class Transfers:
         until = time.monotonic() + _WAIT if work.waits else 0.0
         left = self._write(_MOST_BYTES)
         while (
-            left > 0
-            and self._loads
-            and all(self._loads.values())
-            and (seconds := until - time.monotonic()) > 0
+            self._loads and all(self._loads.values()) and (seconds := until - time.monotonic()) > 0
         ):
-            wait([load[0][1] for load in self._loads.values() if load], seconds, FIRST_COMPLETED)
-            left = self._write(left)
+            if left > 0:
+                first = [load[0][1] for load in self._loads.values() if load]
+                wait([future for future in first if future], seconds, FIRST_COMPLETED)
+            left = self._write(_MOST_BYTES)
         states = self._agree([self._state(ticket) for ticket in work.loading])
         return {
             ticket: state == LoadState.COMPLETE
@@ -116,8 +117,10 @@ class Transfers:
     def _write(self, left: int) -> int:
         """Writes at most about `left` bytes that have arrived. Returns how many are left of it."""
         for ticket, blocks in self._loads.items():
-            while blocks and left > 0 and blocks[0][1].done():
-                tier_block, future = blocks.pop(0)
+            if blocks and left > 0 and blocks[0][1] is None:
+                left = self._fill(blocks, left)
+            while blocks and left > 0 and (future := blocks[0][1]) and future.done():
+                tier_block, _ = blocks.pop(0)
                 block = self._cache.block(tier_block.group, tier_block.block)
                 left -= block.num_bytes
                 try:
@@ -131,6 +134,27 @@ class Transfers:
                     )
                     self._loads[ticket] = None
                     break
+        return left
+
+    def _fill(self, blocks: _Loading, left: int) -> int:
+        """Fills at most about `left` bytes of blocks whose data are at hand. Once some are not, all
+        others are asked for. Returns how many bytes are left."""
+        wanted = []
+        for block, _ in blocks:
+            if left <= 0:
+                break
+            target = self._cache.block(block.group, block.block)
+            wanted.append((block.group, block.key, target))
+            left -= target.num_bytes
+        try:
+            filled = self._stores[blocks[0][0].tier].fill(wanted)
+        except Exception:
+            logger.exception("KV tier %r: blocks are loaded one by one", blocks[0][0].tier)
+            filled = 0
+        del blocks[:filled]
+        if filled < len(wanted):
+            left += sum(target.num_bytes for _, _, target in wanted[filled:])
+            blocks[:] = [(block, self._load(block)) for block, _ in blocks]
         return left
 
     def _state(self, ticket: int) -> LoadState:

@@ -30,6 +30,9 @@ class Pending:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, name: Key) -> bool:
+        return name in self._blocks
+
     def add(self, name: Key, block: BlockBytes) -> bytearray | None:
         """Copies a block. Returns the copy, which `done` is told of later. None: too much waits."""
         size = block.num_bytes

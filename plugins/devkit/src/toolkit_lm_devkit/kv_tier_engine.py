@@ -364,6 +364,7 @@ class KVTierInEngine(Conformance):
             return future
 
         store.load = spoiled
+        store.fill = lambda blocks: 0
         return futures
 
     @staticmethod

@@ -72,6 +72,17 @@ class Place(NamedTuple):
         if not self._matches([data]):
             raise DamageError(f"{self.segment.path.name}: a block is damaged")
 
+    def fill(self, memory: Sequence[Data]) -> bool:
+        """Reads the bytes into this memory, without a wait for the disk. Returns whether they were
+        at hand and are those that were written."""
+        try:
+            if os.preadv(self.segment.fd, memory, self.offset, os.RWF_NOWAIT) != self.num_bytes:
+                return False
+        except OSError:
+            # The page cache lacks the first ones, or the file system cannot tell.
+            return False
+        return self._matches(memory)
+
     def _matches(self, parts: Sequence[Data]) -> bool:
         return _CHECKSUMS[self.kind](parts) == self.checksum
 

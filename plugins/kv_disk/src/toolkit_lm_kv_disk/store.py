@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from toolkit_lm_kv_tiers.pending import Pending
 from toolkit_lm_kv_tiers.sealing import Seal, make_seal
 from toolkit_lm_kv_tiers.stores import remember
 
+from toolkit_lm_kv_disk.filling import Filler, Target
 from toolkit_lm_kv_disk.folders import Lock, folder_of, make_room, of_rank
 from toolkit_lm_kv_disk.limits import disk_bytes
 from toolkit_lm_kv_disk.log import SegmentLog
@@ -62,6 +64,7 @@ class DiskStore(KVTierStore):
         self._reader = BlockReader(
             self._open_block, max(block_sizes(kv_cache), default=0) + self._seal.overhead
         )
+        self._filler = Filler()
         self._writer = threading.Thread(target=self._write_all, name="kv_disk write", daemon=True)
         self._writer.start()
 
@@ -113,6 +116,20 @@ class DiskStore(KVTierStore):
         future.set_result(data)
         return future
 
+    def fill(self, blocks: Sequence[tuple[int, TierKey, BlockBytes]]) -> int:
+        """Reads written blocks that the system's page cache has. Sealed ones are loaded."""
+        if self._log is None or self._seal.overhead:
+            return 0
+        targets = []
+        for group, key, block in blocks:
+            assert isinstance(key, bytes), "blocks are stored by digest"
+            name = (group, self._seal.name(key))
+            place = None if name in self._pending else self._log.index.get(name)
+            if place is None:
+                break
+            targets.append(Target(place, block.memory))
+        return self._filler.fill(targets)
+
     def drop(self, group: int, key: TierKey) -> None:
         assert isinstance(key, bytes), "blocks are stored by digest"
         if self._log is None or self._lock is None or not self._lock.is_held:
@@ -134,6 +151,7 @@ class DiskStore(KVTierStore):
             self._changed.notify()
         self._writer.join(_CLOSING)
         self._reader.close()
+        self._filler.close()
         if not self._writer.is_alive():
             self._lock.close()
 
