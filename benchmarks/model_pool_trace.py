@@ -1,19 +1,22 @@
-"""Measures a server of eight models of several kinds in a budget that holds three of them: the
-seconds of requests, loads beside those of Belady's rule, and the memory of all engines.
+"""Measures a server of eight models of several kinds, two of which are adapters of another, in a
+budget that holds three engines: the seconds of requests, loads beside those of Belady's rule, and
+the memory of all engines.
 
 usage: python benchmarks/model_pool_trace.py [--requests 2000] [--clients 16] [--hold 3] [--turn 2]
                                              [--seed 0] [--json FILE]
 
 Requests ask for the models by Zipf's law. `--json` has the figures, and the goals with whether each
-is met. Each answer is compared with that of a server with room
-for all. Belady's rule knows what is asked later: it evicts what is asked for last. It serves the
-requests one after another; a server may answer those of a loaded model first.
+is met. Each answer is compared with that of a server with room for all. Belady's rule knows what is
+asked later: it evicts what is asked for last. It serves the requests one after another; a server
+may answer those of a loaded model first. An engine's size is what it is measured to take alone: the
+server's estimates before the first load are greater.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import sys
@@ -26,9 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-import transformers
-from toolkit_lm_devkit import make_checkpoint, randomize
 from toolkit_lm_model_pool.need import as_size
 
 ROOT = Path(__file__).parents[1]
@@ -36,13 +36,14 @@ for tests in ("plugins/model_pool/tests", "contrib_models/vision/tests"):
     sys.path.insert(0, str(ROOT / tests))
 
 from pool_server import (  # noqa: E402
+    ADAPTERS,
     REQUESTS,
     SMALL,
-    VOCAB,
     Served,
     belady,
     plain,
     request_of,
+    save_adapters,
     served,
     write_checkpoints,
     write_models,
@@ -58,17 +59,14 @@ PICTURE = (
 OPTIONS = {**SMALL, "max_num_seqs": 8}
 
 
+ORDER = ("chat", "embed", "vision", "rank", "sql", "whisper", "bart", "prose")
+"""Models in the order of how often they are asked for."""
+
+
 def checkpoints(folder: Path) -> dict[str, str]:
-    """Checkpoints of eight models, in the order of how often they are asked for."""
+    """Checkpoints of the six models that have engines."""
     found = write_checkpoints(folder)
-    for seed, name in enumerate(("story", "code")):
-        torch.manual_seed(seed)
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes, **heads)
-        model = transformers.LlamaForCausalLM(config).eval()
-        randomize(model, seed=seed)
-        found[name] = str(make_checkpoint(folder / name, model))
+    for name in ADAPTERS:
         REQUESTS[name] = ("/v1/completions", dict(REQUESTS["bart"][1]))
     subject = make_subject(folder / "vision", "llava")
     found["vision"] = str(subject.folder)
@@ -78,8 +76,12 @@ def checkpoints(folder: Path) -> dict[str, str]:
     ]
     body = {**REQUESTS["chat"][1], "messages": [{"role": "user", "content": parts}]}
     REQUESTS["vision"] = ("/v1/chat/completions", body)
-    order = ("chat", "embed", "vision", "rank", "story", "whisper", "bart", "code")
-    return {name: found[name] for name in order}
+    return found
+
+
+def engine_of(name: str) -> str:
+    """The model whose engine answers: adapters are in that of their parent."""
+    return "chat" if name in ADAPTERS else name
 
 
 def substance(answer: httpx.Response) -> Any:
@@ -89,37 +91,63 @@ def substance(answer: httpx.Response) -> Any:
 
 
 def sizes_of(server: Served) -> dict[str, int]:
-    return {name: card["bytes_needed"] for name, card in server.cards().items()}
+    """Bytes that each engine needs."""
+    cards = server.cards().items()
+    return {name: card["bytes_needed"] for name, card in cards if name == engine_of(name)}
+
+
+def alone(server: Served) -> dict[str, int]:
+    """Bytes that each engine needs, where no other shares libraries with it."""
+    found = {}
+    for name in sizes_of(server):
+        server.client.post("/unload").raise_for_status()
+        server.ask(name).raise_for_status()
+        found[name] = sizes_of(server)[name]
+    return found
+
+
+def sample(server: Served, end: Any, found: Any) -> None:
+    """Samples the memory of a server's engines until the end, and then puts the samples into a
+    queue. In a process of its own: threads of clients would hold it up."""
+    taken: list[int] = []
+    due = time.monotonic()
+    while not end.wait(max(due - time.monotonic(), 0.0)):
+        due += 1 / RATE
+        taken.append(server.memory())
+    found.put(taken)
 
 
 class Watch:
-    """Samples the memory of a server's engines, and the seconds of their loads, in a thread."""
+    """Samples the memory of a server's engines in a process, and the seconds of their loads in a
+    thread."""
 
     def __init__(self, server: Served) -> None:
         self._server = server
-        self._end = threading.Event()
+        context = multiprocessing.get_context("fork")
+        self._end = context.Event()
+        self._found = context.SimpleQueue()
+        self._process = context.Process(target=sample, args=(server, self._end, self._found))
         self._thread = threading.Thread(target=self._run)
         self.taken: list[int] = []
         self.slowest_load = 0.0
 
     def _run(self) -> None:
-        due = time.monotonic()
-        while not self._end.wait(max(due - time.monotonic(), 0.0)):
-            due += 1 / RATE
-            self.taken.append(self._server.memory())
-            if len(self.taken) % RATE == 0:
-                self.look()
+        while not self._end.wait(1.0):
+            self.look()
 
     def look(self) -> None:
         self.slowest_load = max(self.slowest_load, self._server.slowest_load())
 
     def __enter__(self) -> Watch:
+        self._process.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        self.taken = self._found.get()
+        self._process.join()
 
 
 def measure(
@@ -144,6 +172,7 @@ def measure(
     whole = time.perf_counter() - begun
     watch.look()
     cards = server.cards()
+    engines = {engine_of(name) for name in trace}
     cuts = statistics.quantiles(seconds, n=100)
     return {
         "requests": len(trace),
@@ -153,8 +182,8 @@ def measure(
         "p99": cuts[98],
         "longest": max(seconds),
         "slowest_load": watch.slowest_load,
-        "loads": sum(card["loads"] for card in cards.values()),
-        "evictions": sum(card["evictions"] for card in cards.values()),
+        "loads": sum(cards[name]["loads"] for name in engines),
+        "evictions": sum(cards[name]["evictions"] for name in engines),
         "samples": len(watch.taken),
         "samples_per_second": len(watch.taken) / whole,
         "most_bytes": max(watch.taken),
@@ -211,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--hold", type=int, default=3, help="models that the budget holds")
+    parser.add_argument("--hold", type=int, default=3, help="engines that the budget holds")
     parser.add_argument("--turn", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -219,16 +248,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         models = checkpoints(folder)
-        options = {name: {"options": OPTIONS} for name in models}
+        options: dict[str, Any] = {name: {"options": OPTIONS} for name in models}
+        options["chat"]["adapters"] = save_adapters(folder)
         file = write_models(folder / "models.yaml", models, **options)
-        with served(folder, "--models", file, "--models-memory", "32GiB") as server:
-            estimates = sizes_of(server)
-            expected = {name: substance(server.ask(name)) for name in models}
-            measured = sizes_of(server)
-        sizes = {name: max(estimates[name], measured[name]) for name in models}
+        roomy = ("--models-memory", "32GiB", "--admin-routes")
+        with served(folder, "--models", file, *roomy) as server:
+            expected = {name: substance(server.ask(name)) for name in ORDER}
+            sizes = alone(server)
         budget = sum(sorted(sizes.values())[-args.hold :])
-        weights = [1 / (place + 1) for place in range(len(models))]
-        trace = random.Random(args.seed).choices(list(models), weights, k=args.requests)
+        weights = [1 / (place + 1) for place in range(len(ORDER))]
+        trace = random.Random(args.seed).choices(ORDER, weights, k=args.requests)
         with served(
             folder,
             *("--models", file, "--models-memory", str(budget), "--models-timeout", "600"),
@@ -236,7 +265,8 @@ def main() -> None:
         ) as server:
             server.client.timeout = 700
             figures = measure(server, trace, expected, args.clients)
-    figures |= {"budget": budget, "sizes": sizes, "belady": belady(trace, sizes, budget)}
+    engines = list(map(engine_of, trace))
+    figures |= {"budget": budget, "sizes": sizes, "belady": belady(engines, sizes, budget)}
     figures["options"] = {name: value for name, value in vars(args).items() if name != "json"}
     figures["goals"] = goals_of(figures)
     if args.json is not None:
