@@ -1,13 +1,22 @@
 """Decode and prefill of models with recurrent states, latent caches, sinks, experts or positions in
-three directions, against transformers' `generate`, in one process, runs interleaved (A B A B),
-medians. Of Qwen3-VL the language part is measured: prompts have no pictures.
+three directions, against transformers' `generate`, in one process, and llama.cpp, where it has the
+family. Runs are interleaved (A B C A B C); shown are medians. Of Qwen3-VL the language part is
+measured: prompts have no pictures.
 
 usage: python benchmarks/states.py [--runs 3] [--only qwen3_next,bamba,deepseek_v2] [--profile]
+       [--works decode,prefill] [--peer llama.cpp=SOURCES]
 
 Random checkpoints in bfloat16 of a hidden size of 512 and 8 layers, with the heads of the real
 models. Greedy, ignoring end-of-sequence tokens, new random prompts per run:
-    decode   32 x (16 in, 17 out), less the time of 32 x (16 in, 1 out)
-    prefill  1 x (512 in, 1 out)
+    decode     32 x (16 in, 17 out), less the time of 32 x (16 in, 1 out)
+    decode-64  32 x (128 in, 65 out), less the time of 32 x (128 in, 1 out); without transformers,
+               which would take minutes
+    prefill    1 x (512 in, 1 out)
+
+SOURCES is a folder of llama.cpp, as states_llama_cpp.py tells. Its runs are llama-batched-bench's,
+of bf16 files, with the number of threads that torch has here; it draws the tokens of each step, and
+samples none. Of its settings (flash attention, one cache or many) a first run of each keeps the
+fastest. A shape that llama.cpp does not convert or not run is said to be so, with its reason.
 
 Predicted: at least 3 times the rate of transformers in both. Came, in one run each in one thread of
 an Intel Xeon with AMX, whose two cores were busy with other work (rates differ by half from run to
@@ -28,11 +37,13 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoints import VOCAB_SIZE, save_tokenizer
 from offline import BATCH, Toolkit, Transformers, Workload
+from states_llama_cpp import BENCH, LlamaCpp, LlamaCppError
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -47,6 +58,19 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 3,
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
+}
+DEEPSEEK_LITE: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -116,6 +140,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 16,
             "num_experts_per_tok": 4,
             "intermediate_size": 512,
+            "tie_word_embeddings": False,
         },
     ),
     "gemma4": (
@@ -133,7 +158,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
         {
-            "text_config": {**COMMON, "head_dim": 128},
+            "text_config": {
+                **COMMON,
+                "head_dim": 128,
+                # The default, which llama.cpp must be told.
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 500000.0,
+                    "mrope_section": [24, 20, 20],
+                    "mrope_interleaved": True,
+                },
+            },
             "vision_config": {
                 "depth": 2,
                 "hidden_size": 64,
@@ -149,23 +184,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_end_token_id": 7,
         },
     ),
-    "deepseek_v2": (
-        "DeepseekV2ForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 256,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK_LITE),
+    # llama.cpp tells a DeepSeek-V2-Lite by the number of its layers.
+    "deepseek_v2_27": ("DeepseekV2ForCausalLM", DEEPSEEK_LITE | {"num_hidden_layers": 27}),
 }
+
+System = Toolkit | Transformers | LlamaCpp
 
 
 def make(folder: Path, shape: str) -> Path:
@@ -200,34 +224,67 @@ def seconds(system: Toolkit | Transformers, work: Workload) -> float:
     return time.perf_counter() - start
 
 
-def decode_rate(system: Toolkit | Transformers, seed: int) -> float:
-    """Tokens per second of steps of 32 rows."""
-    first = seconds(system, workload(BATCH, 16, 1, seed))
-    return BATCH * 16 / (seconds(system, workload(BATCH, 16, 17, seed + 50)) - first)
+class Work(NamedTuple):
+    """`count` requests of `prompt` tokens, and `new` steps after them. Prefill has none: its first
+    token is the prompts'."""
+
+    count: int
+    prompt: int
+    new: int
+
+    def rate(self, system: System, seed: int) -> float:
+        """Tokens per second: of all steps' rows, or of prompts without steps."""
+        if isinstance(system, LlamaCpp):
+            return system.rate(*self)
+        first = seconds(system, workload(self.count, self.prompt, 1, seed))
+        if not self.new:
+            return self.count * self.prompt / first
+        whole = workload(self.count, self.prompt, 1 + self.new, seed + 50)
+        return self.count * self.new / (seconds(system, whole) - first)
 
 
-def prefill_rate(system: Toolkit | Transformers, seed: int) -> float:
-    """Prompt tokens per second."""
-    return 512 / seconds(system, workload(1, 512, 1, seed))
+WORKS = {
+    "decode": Work(BATCH, 16, 16),
+    "decode-64": Work(BATCH, 128, 64),
+    "prefill": Work(1, 512, 0),
+}
+WITHOUT_TRANSFORMERS = "decode-64"
 
 
-def measure(folder: Path, shape: str, runs: int) -> None:
-    systems = [toolkit(folder, shape), Transformers(folder)]
+def measure(
+    folder: Path, shape: str, works: Sequence[str], runs: int, llama_cpp: Path | None
+) -> None:
+    import torch
+
+    systems: list[System] = [toolkit(folder, shape), Transformers(folder)]
+    if llama_cpp is not None:
+        try:
+            systems.append(LlamaCpp(llama_cpp, folder, torch.get_num_threads()))
+        except LlamaCppError as error:
+            print(f"{shape}: without llama.cpp: {error}", flush=True)
     # Else a collection of all that both have imported falls into a run of either.
     gc.collect()
     gc.freeze()
-    for name, rate in (("decode", decode_rate), ("prefill", prefill_rate)):
-        found: dict[str, list[float]] = {system.name: [] for system in systems}
-        for run in range(runs + 1):
-            for system in systems:
-                found[system.name].append(rate(system, 100 + run))
-        # The first run warms up.
-        ours, theirs = (statistics.median(found[system.name][1:]) for system in systems)
-        print(
-            f"{shape} {name}: {ours:.0f} tokens/s, transformers {theirs:.0f}; "
-            f"ratio {ours / theirs:.2f}",
-            flush=True,
-        )
+    for name in works:
+        without = Transformers if name == WITHOUT_TRANSFORMERS else ()
+        found = race(WORKS[name], [each for each in systems if not isinstance(each, without)], runs)
+        ours = found.pop(Toolkit.name)
+        told = [f"{peer} {rate:.0f}, ratio {ours / rate:.2f}" for peer, rate in found.items()]
+        print(f"{shape} {name}: {'; '.join([f'{ours:.0f} tokens/s', *told])}", flush=True)
+
+
+def race(work: Work, systems: list[System], runs: int) -> dict[str, float]:
+    """Median rates by system, in the order of `systems`; a system that fails has none."""
+    found: dict[str, list[float]] = {system.name: [] for system in systems}
+    # The first run warms up.
+    for run in range(runs + 1):
+        for system in [system for system in systems if system.name in found]:
+            try:
+                found[system.name].append(work.rate(system, 100 + run))
+            except LlamaCppError as error:
+                del found[system.name]
+                print(f"{system.name} is out: {error}", flush=True)
+    return {name: statistics.median(rates[1:]) for name, rates in found.items()}
 
 
 def profile(folder: Path, shape: str) -> None:
@@ -248,12 +305,25 @@ def profile(folder: Path, shape: str) -> None:
         pstats.Stats(calls).sort_stats("tottime").print_stats(25)
 
 
+def sources_of(text: str) -> Path:
+    """The folder of llama.cpp that `--peer` names."""
+    name, _, folder = text.partition("=")
+    if name != LlamaCpp.name:
+        raise argparse.ArgumentTypeError(f"expected {LlamaCpp.name}=SOURCES, not {text!r}")
+    sources = Path(folder).absolute()
+    if not (sources / BENCH).exists():
+        raise argparse.ArgumentTypeError(f"{sources / BENCH} is not there: build it")
+    return sources
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default=",".join(SHAPES))
+    parser.add_argument("--works", default="decode,prefill", help=", ".join(WORKS))
+    parser.add_argument("--peer", type=sources_of, metavar="llama.cpp=SOURCES")
     parser.add_argument("--profile", action="store_true", help="profile instead of comparing")
     args = parser.parse_args()
     for shape in args.only.split(","):
@@ -262,7 +332,7 @@ def main() -> None:
             if args.profile:
                 profile(folder, shape)
             else:
-                measure(folder, shape, args.runs)
+                measure(folder, shape, args.works.split(","), args.runs, args.peer)
 
 
 if __name__ == "__main__":
