@@ -17,7 +17,8 @@ hangs     120 seconds of CPU time did not do
 unbuilt   the recipes make no model of it, or transformers alone cannot run it
 
 A generating class is compared by log probabilities along the engine's tokens, of prompts in chunks;
-a pooling one by all hidden states, or by logits.
+where they differ from transformers' in float32, with those in float64, by the same tolerance. A
+pooling one is compared by all hidden states, or by logits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from coverage_runs import MAPPINGS, Case, UnbuiltError, brief, reason_of, run_of
+from coverage_reasons import brief, reason_of
+from coverage_runs import MAPPINGS, Case, UnbuiltError, run_of
 from toolkit_lm.errors import ToolkitError
 
 RESULTS = Path(__file__).with_name("coverage.json")
