@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 from toolkit_lm_kv_disk import checksums, filling, segments
@@ -42,14 +43,16 @@ def filler(request, monkeypatch):
     made.close()
 
 
+def block(sizes=PAGES):
+    return SimpleNamespace(memory=[bytearray(size) for size in sizes])
+
+
 def targets(log, numbers=range(NUM_BLOCKS)):
-    memory = [[bytearray(size) for size in PAGES] for _ in numbers]
-    places = [log.index[key(number)] for number in numbers]
-    return [Target(*pair) for pair in zip(places, memory, strict=True)]
+    return [Target(log.index[key(number)], block()) for number in numbers]
 
 
 def found(target) -> bytes:
-    return b"".join(target.memory)
+    return b"".join(target.block.memory)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, NUM_BLOCKS])
@@ -98,8 +101,8 @@ def test_what_the_page_cache_lacks_is_left_out(log, filler, first, answer, monke
 def test_memory_of_another_size_is_not_filled(log, filler):
     """Such as none at all: that of a GPU."""
     [target] = targets(log, [3])
-    for memory in ([], target.memory[:2], [*target.memory, bytearray(1)]):
-        assert filler.fill([target._replace(memory=memory)]) == 0
+    for sizes in ([], PAGES[:2], [*PAGES, 1]):
+        assert filler.fill([target._replace(block=block(sizes))]) == 0
 
 
 # Checksums

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from toolkit_lm.kv import Data
+from toolkit_lm.kv import BlockBytes
 
 from toolkit_lm_kv_disk.segments import Place
 
@@ -16,10 +16,10 @@ _ALONE = 2**22
 
 
 class Target(NamedTuple):
-    """Memory of a block on the device, and the block's place on disk."""
+    """A block on the device, and its place on disk."""
 
     place: Place
-    memory: Sequence[Data]
+    block: BlockBytes
 
 
 class Filler:
@@ -47,6 +47,6 @@ class Filler:
 
 def _fill(targets: Sequence[Target]) -> int:
     for index, target in enumerate(targets):
-        if not target.place.fill(target.memory):
+        if not target.place.fill(target.block.memory):
             return index
     return len(targets)

@@ -127,7 +127,7 @@ class DiskStore(KVTierStore):
             place = None if name in self._pending else self._log.index.get(name)
             if place is None:
                 break
-            targets.append(Target(place, block.memory))
+            targets.append(Target(place, block))
         return self._filler.fill(targets)
 
     def drop(self, group: int, key: TierKey) -> None:
