@@ -3,7 +3,7 @@ whether throughput is ever lost.
 
 usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLDER] [--quick]
                                         [--batches 1,4] [--drafters scripted] [--acceptances 0,1]
-                                        [--rounds 1] [--steps 100] [--out FILE]
+                                        [--rounds 1] [--steps 100] [--out FILE] [--folder FOLDER]
 
 - cost: the p50 of steps of R rows with 4 drafts each, over that of steps of 5 R rows without.
 - lose: output tokens per second of CPU time with a drafter over those without one. Two engines take
@@ -11,9 +11,10 @@ usage: python benchmarks/speculation.py [--only cost,lose,coupled] [--model FOLD
   that acceptance is what it is by construction: a scripted drafter spoils each draft with
   probability 1 - acceptance; for ngram and suffix, the text repeats itself and each of its tokens
   is another one with that probability. `costly` is scripted, and a draft takes a fifth of a step.
-  `draft_model` is a random one of two layers, which is never accepted. `none` is a second engine
-  without drafts: what a cell errs by. Beside times stand what does not depend on the machine: steps
-  that asked drafters, drafts that were verified, and passes of a draft model. `--out`: as JSON.
+  `draft_model` is a random one of two layers, whose draws are replaced by the scripted drafts.
+  `none` is a second engine without drafts: what a cell errs by, once for all acceptances. Beside
+  times stand what does not depend on the machine: steps that asked drafters, drafts that were
+  verified, and passes of a draft model. `--out`: as JSON.
 - coupled: how often a draft of tiny with noisy logits is accepted at T 0.7 and 1.0, when it is
   drawn with the target's own random number, beside standard rejection and the bound sum min(p, q).
 """
@@ -50,6 +51,16 @@ PASSES = [0]
 """Passes of draft models so far."""
 
 
+def wrong_drafts(seed: int, length: int) -> np.ndarray:
+    """Whether the draft of each token of a text is wrong: [length]."""
+    draws = np.random.default_rng(seed).random(length)
+    return draws >= GIVEN["acceptance"]
+
+
+def spoilt(token: int) -> int:
+    return (token + 1) % 1000
+
+
 class Scripted(Drafter):
     """Drafts the text that is to come. Each token is right with the given probability, by its
     position."""
@@ -66,8 +77,7 @@ class Scripted(Drafter):
     def add(self, seq: NewSequence) -> None:
         prompt = tuple(seq.token_ids[: seq.num_prompt_tokens])
         self._texts[seq.seq_id] = [*prompt, *SCRIPT.get(prompt, ())]
-        draws = np.random.default_rng(abs(seq.seq_id)).random(len(self._texts[seq.seq_id]))
-        self._wrong[seq.seq_id] = draws >= GIVEN["acceptance"]
+        self._wrong[seq.seq_id] = wrong_drafts(abs(seq.seq_id), len(self._texts[seq.seq_id]))
 
     def remove(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)
@@ -86,7 +96,7 @@ class Scripted(Drafter):
             wrong = self._wrong.get(seq_id, np.zeros(0, bool))[size : size + most]
             text = self._texts.get(seq_id, [])[size : size + most]
             drafts = [
-                (token + 1) % 1000 if is_wrong else token
+                spoilt(token) if is_wrong else token
                 for token, is_wrong in zip(text, wrong.tolist(), strict=True)
             ]
             if drafts and result.token_ids[place]:
@@ -232,6 +242,30 @@ def force(llm: LLM, text: list[int]) -> None:
     runner.model.likeliest = likeliest
 
 
+def script(llm: LLM, text: list[int]) -> None:
+    """Replaces what a draft model draws by a text. Each token of a row is right with the given
+    probability, by its position."""
+    runner = llm.engine.client.core.executor.runner
+    run = runner._run
+    draw = type(run).draw
+    wrong = [wrong_drafts(row, len(text)) for row in range(runner.config.scheduler.max_num_seqs)]
+
+    def drawn(
+        logits: torch.Tensor, of: np.ndarray, ahead: int, after: np.ndarray | None = None
+    ) -> np.ndarray:
+        draw(run, logits, of, ahead, after)
+        persistent = runner.step_inputs.rows[of]
+        places = runner._batch.history.num_tokens[persistent] + ahead
+        return np.array(
+            [
+                spoilt(text[place]) if wrong[row][place] else text[place]
+                for row, place in zip(persistent, places, strict=True)
+            ]
+        )
+
+    run.draw = drawn
+
+
 class Runner:
     """An engine whose steps are timed in turns."""
 
@@ -332,8 +366,7 @@ def lose(
         plain = engines.enter_context(LLM(model, **options))
         for name in drafters:
             own = drafting(name, folder)
-            # The text of the target is no random model's.
-            given = acceptances[:1] if name in ("none", "draft_model") else acceptances
+            given = acceptances[:1] if name == "none" else acceptances
             with LLM(model, plugins=[Plugin(steps=[])], **own, **options) as drafted:
                 for rows in batches:
                     found += [cell(name, plain, drafted, rows, a, rounds) for a in given]
@@ -344,7 +377,7 @@ def cell(
     name: str, plain: LLM, drafted: LLM, rows: int, acceptance: float, rounds: int
 ) -> dict[str, Any]:
     """One cell: rounds of a fresh budget each, tries and all."""
-    scripted = name in ("scripted", "costly")
+    scripted = name in ("scripted", "costly", "draft_model")
     text = repeating(1.0 if scripted else acceptance, 1000)
     SCRIPT[tuple(text[:PROMPT])] = text[PROMPT:]
     GIVEN["acceptance"] = acceptance
@@ -357,6 +390,8 @@ def cell(
         if scheduler.draft_budget is not None:
             # Forgets what it has learned of another text.
             scheduler.draft_budget = DraftBudget(scheduler.draft_budget.facts)
+        if name == "draft_model":
+            script(drafted, text)
         pair = [Runner(llm, rows, text) for llm in (plain, drafted)]
         going = True
         for turn in range(max(1, STEPS.get(rows, 100) // TURN)):
@@ -451,13 +486,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of each cell; default: by the batch, 40 to 240")
     parser.add_argument("--out", type=Path, help="a file for the cells of `lose`")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for checkpoints, which are kept; so engines know what earlier ones have measured",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny alone, and few of all")
     args = parser.parse_args()
     only = args.only.split(",")
     batches = [int(size) for size in args.batches.split(",")]
     if args.steps:
         STEPS.update(dict.fromkeys(batches, args.steps))
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
         model = "tiny" if args.quick else str(args.model or make_llama_160m(Path(folder)))
         if "coupled" in only:
             print("| noise | T | coupled | standard | bound | independent |")
