@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from toolkit_lm import LLM, SamplingParams
@@ -227,3 +229,15 @@ def test_a_model_drafts_no_more_than_is_wanted(tmp_path, monkeypatch):
         assert len(one) <= 6 and set(one) == {1}
         assert len(three) <= 12
         assert max(generate(0, 3)[1:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [("auto", [0, 1, 4, 2]), ("all", [0, 1, 8, 2])], ids=["auto", "all"]
+)
+def test_no_row_gets_more_drafts_than_the_mean(budget, expected):
+    """A pass for one row takes about as long as one for all, and times are of even rows."""
+    config = SimpleNamespace(scheduler=SimpleNamespace(draft_budget=budget))
+    drafter = SimpleNamespace(num_drafts=8, config=config)
+    for wanted, found in (([0, 1, 2**31, 2], expected), ([0, 0], [0, 0]), ([], [])):
+        got = DraftModelDrafter._evened(drafter, np.array(wanted, np.int64))
+        assert got.tolist() == found

@@ -26,8 +26,10 @@ Point = tuple[int, int, float]
 """A measured step: rows, drafts of each row, seconds. -1 drafts: no drafter was asked."""
 
 
-_PRIOR: list[Point] = [(1, 0, 1.0), (1, 8, 1.25), (64, 0, 2.0), (64, 8, 6.0)]
+_PRIOR: list[Point] = [(1, -1, 1.0), (64, -1, 2.0)]
 """Relative times of steps that nobody has measured: few rows read the weights, many compute."""
+_UNSEEN = 2
+"""Plain steps that one with a drafter takes where none was ever measured. So tries are earned."""
 _MOST = 16
 """Positions of a draft with an estimate of their own."""
 _FIRST = 0.6
@@ -47,8 +49,8 @@ _SHARE = 0.0075
 _STAKE = 1.0
 """Plain steps that a try of one row may cost before they are earned. That of R rows may cost the
 square root of R less, as its output varies less."""
-_CREDIT = 0.5
-"""Plain steps that drafts may earn."""
+_CREDIT = 4.0
+"""Plain steps that drafts of one row may earn, so that a few unlucky steps do not end them."""
 _PAUSE = 64
 """Least number of steps without drafts between two tries."""
 _DOUBLINGS = 3
@@ -87,8 +89,9 @@ class StepTimes:
             seconds = min(took for size, more, took in points if size >= rows and more >= drafts)
             self._curves[drafts < 0].setdefault(rows, []).append((max(drafts, 0), seconds))
         asked = self._curves[False]
+        more_asked = 1 if asked else _UNSEEN
         for rows, [(_, seconds)] in self._curves[True].items():
-            curve = asked.setdefault(rows, [(0, seconds)])
+            curve = asked.setdefault(rows, [(0, more_asked * seconds)])
             if len(curve) == 1:
                 # Drafts that were not measured cost what as many rows do.
                 more = self._of_points(8 * rows, 0, True) / seconds
@@ -150,7 +153,7 @@ class Acceptance:
         many accepted. Drafts behind a rejected one were not tried."""
         for seq_id, num_tried, right in verified:
             accepted, tried = self.rows.get(seq_id, (0.0, 0.0))
-            self.rows[seq_id] = 0.8 * accepted + right, 0.8 * tried + num_tried
+            self.rows[seq_id] = 0.9 * accepted + right, 0.9 * tried + num_tried
         # [2, positions]: drafts that were accepted, and those that were tried.
         counts = np.array(verified).T[:0:-1, :, None] > np.arange(_MOST)
         new = counts.sum(axis=1)
@@ -173,8 +176,9 @@ class Acceptance:
         draft, falling, and the index of its sequence. A draft yields a token if it and all before
         it are accepted, so that those of a sequence keep their order."""
         known = np.array([self.rows.get(seq_id, (0.0, 0.0)) for seq_id in seq_ids])
-        chances = (2 * np.array(self.chances()) + known[:, :1]) / (2 + known[:, 1:])
-        at, of = np.nonzero(np.arange(_MOST)[:, None] < np.array(most))
+        # All rows count for six drafts of a row.
+        chances = (6 * np.array(self.chances()) + known[:, :1]) / (6 + known[:, 1:])
+        at, of = np.nonzero(np.arange(_MOST)[:, None] < most)
         gains = chances.cumprod(axis=1)[of, at]
         order = np.argsort(-gains, kind="stable")
         return gains[order], of[order]
@@ -291,7 +295,7 @@ class DraftBudget:
             more = max(0.0, seconds - taken) / plain
             self._stake += more
             lost += more
-        self._debt = max(min(self._debt, -_CREDIT), self._debt + lost)
+        self._debt = max(min(self._debt, -_CREDIT / math.sqrt(rows)), self._debt + lost)
         self._num_tried += 1
         if self._num_tried == _PAUSE:
             self._failures = 0
@@ -322,16 +326,14 @@ class DraftBudget:
         probed = min(len(wanted), _PROBED)
         if begins and not self._begin(rows, probed, count):
             return
-        if (self._num_tried - 1) * probed < 2:
-            # Two drafts are verified before estimates alone end a try. Its first step has none.
+        if (self._num_tried - 1) * probed < 2 or (self._rests and not count):
+            # Few drafts say little: what was lost by them ends a try. Its first step has none.
             count = probed
         self.limits = dict.fromkeys(self.limits, 0)
         # A row's gains fall, so that the best of all are the first of each row.
         counts = np.bincount(of[:count], minlength=len(wanted))
         self.limits.update(zip(seq_ids, counts.tolist(), strict=True))
         self.acceptance.age(self.limits)
-        if self._rests and not count:
-            self._fail()
 
     def _begin(self, rows: int, probed: int, count: int) -> bool:
         """Begins a try that verifies `probed` drafts, unless it is too early. `count`: best number
