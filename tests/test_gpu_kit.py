@@ -422,6 +422,19 @@ def test_the_smoke_takes_what_is_right():
         assert {"agreeing", "drawn", "off"} <= {*found}
 
 
+@pytest.mark.slow
+def test_the_smoke_of_states_runs_without_a_card_but_for_triton():
+    jobs = kit("jobs")
+    smoke = kit("smoke")
+    job = jobs.module("states", "smoke", "--device", "cpu", "--cases", "hybrid")
+    found = {line["check"]: line for line in jobs.run(job, limit=300.0)}
+    outcomes = {name: line["outcome"] for name, line in found.items()}
+    assert outcomes == {
+        "reference: the CPU in float32": "passed",
+        **{name: "passed" if name == "fp32 sdpa" else "skipped" for name in smoke.CASES["hybrid"]},
+    }, found
+
+
 def test_graphs_that_have_run_no_step_are_found():
     """An engine that has fallen back to another mode gives the same tokens."""
     check = kit("smoke").check_replayed

@@ -34,7 +34,7 @@ class Kit:
         is."""
         ends = {
             "0": 20,
-            "A": 55,
+            "A": 70,
             "B": 160,
             "C": 240,
             "D": 260,
@@ -64,6 +64,7 @@ class Kit:
 
     def smoke(self) -> Iterator[Job]:
         yield module("smoke", "smoke", *self._device)
+        yield module("smoke of states", "smoke", *self._device, "--cases", "hybrid")
 
     def kits(self) -> Iterator[Job]:
         yield tests_of.job("kits", tests_of.KITS, quick=self.quick)

@@ -1,11 +1,12 @@
-"""The model `tiny` on a card against the CPU in float32: greedy tokens, seeded draws, and how
-likely the tokens are.
+"""The model `tiny`, or a hybrid one, on a card against the CPU in float32: greedy tokens, seeded
+draws, and how likely tokens are.
 
-usage: python -m gpu_kit.smoke [--device cuda] [--cases plain|graphs|inductor]
+usage: python -m gpu_kit.smoke [--device cuda] [--cases plain|graphs|inductor|hybrid]
 
-Prompts of more than 256 tokens come in five chunks and more. In float32 the tokens are equal, but
-where the two best are as good as equally likely. In bfloat16 they need not be; the CPU's tokens
-must be as likely as the CPU says.
+The hybrid one is a Qwen3-Next of random weights, with heads of the real one's size. Prompts of
+more than 256 tokens come in five chunks and more. In float32 the tokens are equal, but where the
+two best are as good as equally likely. In bfloat16 they need not be; the CPU's tokens must be as
+likely as the CPU says.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import gc
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpu_kit.report import MissedError, RefusedError, checking, die_with_the_kit, emit
@@ -52,6 +55,7 @@ BASE = {
 EVERYTHING = {"attention_backend": "auto", "kernels": "auto", "max_num_batched_tokens": 8192}
 BF16 = {"dtype": "bfloat16"}
 FP32 = {"dtype": "float32"}
+TRITON = {"attention_backend": "triton", "kernels": "triton"}
 
 
 def graphs(mode: str, backend: str = "eager") -> dict[str, Any]:
@@ -94,7 +98,40 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "inductor": {"fp32 sdpa, piecewise, inductor": {**FP32, **graphs("piecewise", "inductor")}},
+    "hybrid": {
+        "fp32 sdpa": FP32,
+        "fp32 triton, its kernels": {**FP32, **TRITON},
+        "fp32 triton, its kernels, one step of all": {
+            **FP32,
+            **TRITON,
+            "max_num_batched_tokens": 8192,
+        },
+        "bf16 triton, its kernels": {**BF16, **TRITON},
+    },
 }
+HYBRID = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    # All of them: a choice that rounding turns is an error of another kind.
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""Fields of a Qwen3-Next: three layers of four have states."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +149,20 @@ class Told:
     """Steps by graphs, by their kind; None: there are no graphs."""
 
 
-def ask(device: str, reference: list[list[int]] | None = None, **options: Any) -> Told:
+def write_hybrid(folder: str) -> None:
+    import torch
+    import transformers
+    from toolkit_lm_devkit import write_tokenizer
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(**HYBRID)
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(Path(folder), config.vocab_size)
+
+
+def ask(
+    device: str, reference: list[list[int]] | None = None, *, model: str = "tiny", **options: Any
+) -> Told:
     """`reference`: tokens whose log probabilities are asked for; None: the engine's own greedy
     ones. Raises RefusedError."""
     from toolkit_lm import LLM, SamplingParams
@@ -120,7 +170,7 @@ def ask(device: str, reference: list[list[int]] | None = None, **options: Any) -
 
     blocks = {"num_kv_blocks": 600} if device == "cpu" else {}
     try:
-        llm = LLM("tiny", device=device, **{**BASE, **blocks, **options})
+        llm = LLM(model, device=device, **{**BASE, **blocks, **options})
     except UnsupportedError as error:
         raise RefusedError(str(error)) from None
     with llm:
@@ -242,9 +292,17 @@ def main() -> None:
     parser.add_argument("--cases", choices=list(CASES), default="plain")
     args = parser.parse_args()
     die_with_the_kit()
+    with tempfile.TemporaryDirectory() as folder:
+        model = "tiny"
+        if args.cases == "hybrid":
+            write_hybrid(model := folder)
+        check(args.cases, args.device, model)
+
+
+def check(cases: str, device: str, model: str) -> None:
     reference: Told | None = None
     with checking("reference: the CPU in float32") as found:
-        reference = ask("cpu", **FP32)
+        reference = ask("cpu", model=model, **FP32)
         found["chunks"] = reference.num_chunks
         if reference.num_chunks < CHUNKS:
             raise MissedError(
@@ -253,13 +311,14 @@ def main() -> None:
     if reference is None:
         emit("all cases", "failed", why="there is nothing to compare with")
         return
-    for name, options in CASES[args.cases].items():
+    has_graphs = cases in ("graphs", "inductor")
+    for name, options in CASES[cases].items():
         with checking(name) as found:
-            ours = ask(args.device, reference.tokens, **options)
-            if args.cases != "plain":
+            ours = ask(device, reference.tokens, model=model, **options)
+            if has_graphs:
                 found["replayed"] = ours.replayed
             compare(ours, reference, options["dtype"], found)
-            if args.cases != "plain" and args.device == "cuda":
+            if has_graphs and device == "cuda":
                 check_replayed(
                     ours.replayed or {}, json.loads(options["compilation_config"])["cudagraph_mode"]
                 )

@@ -3,7 +3,8 @@ other, and decode.
 
 usage: python -m gpu_kit.states [--quick]
 
-Each rule's chunks are checked against its single tokens, and timed for a prompt and for decodes.
+Each rule's chunks are checked against its single tokens, and convolutions against their formula.
+All are timed for a prompt and for decodes.
 --quick refuses: no kernel but Triton's computes them on a card.
 """
 
@@ -42,6 +43,8 @@ FAULT = 1e-3
 CHANNELS = 8192
 SIZE = 16
 """Lines of the state of a scan of Mamba."""
+TAPS = 4
+"""Inputs of a convolution."""
 
 
 def rows_of(count: int, length: int, device: str, start: int = 0) -> tuple[Any, Any, Any]:
@@ -142,6 +145,33 @@ def measure_scan(device: str, found: dict[str, Any]) -> None:
         )
 
 
+def measure_convolution(device: str, found: dict[str, Any]) -> None:
+    """Of Qwen3-Next, in bfloat16."""
+    import torch
+    from toolkit_lm_triton.layers import TritonKernels
+
+    kernels = TritonKernels()
+    weight = torch.randn(CHANNELS, 1, TAPS, device=device).bfloat16()
+    for name, count, length in (("prefill", 1, PROMPT), *(("decode", n, 1) for n in DECODES)):
+        x = torch.randn(count * length, CHANNELS, device=device).bfloat16()
+        ring = torch.zeros(count, 1, TAPS - 1, CHANNELS, device=device)
+        operands = (x, weight, None, "silu", ring, rows_of(count, length, device))
+        out = kernels.causal_conv(*operands)
+        if out is None:
+            raise MissedError("the kernels do not take it")
+        wide = x.float().view(count, length, CHANNELS).mT
+        wide = torch.nn.functional.pad(wide, (TAPS - 1, 0))
+        taps = weight.float()[:, 0, :, None]
+        sums = sum(wide[:, :, i : i + length] * taps[:, i] for i in range(TAPS))
+        expected = torch.nn.functional.silu(sums).mT
+        error = float((out - expected).norm() / expected.norm())
+        if not (error <= FAULT and ring[:, 0].equal(wide[:, :, length:].mT)):
+            raise MissedError(f"{name} is off by {error:.5f}, or leaves other inputs behind")
+        found[f"{name}_{count * length}_us"] = microseconds(
+            device, [lambda operands=operands: kernels.causal_conv(*operands)]
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,6 +181,7 @@ def main() -> None:
     die_with_the_kit()
     works = {name: lambda found, name=name: measure(name, "cuda", found) for name in RULES}
     works["selective scan of Mamba"] = lambda found: measure_scan("cuda", found)
+    works["convolution of Qwen3-Next"] = lambda found: measure_convolution("cuda", found)
     for name, work in works.items():
         with checking(f"states: {name}") as found:
             if args.quick:

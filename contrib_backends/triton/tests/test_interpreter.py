@@ -46,7 +46,7 @@ def interpret(*arguments: str, **environ: str) -> None:
 
 FEW = (
     "row_without_keys or large_scores or many_scores or rotated_into or (launch and plain) or "
-    "rows_that_have_several or single_tokens or a_scan"
+    "rows_that_have_several or single_tokens or a_scan or (a_convolution and silu)"
 )
 """Tests of kernels, and a decode in a graph."""
 TESTS = (

@@ -11,7 +11,7 @@ import pytest
 from toolkit_lm_triton.device import LAUNCH, interprets
 from toolkit_lm_triton.layers import GATES
 from toolkit_lm_triton.pieces import COLUMNS, SPLIT
-from toolkit_lm_triton.states import chunk_of, columns_of
+from toolkit_lm_triton.states import MOST_TAPS, chunk_of, columns_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -357,3 +357,18 @@ def test_scans(size) -> None:
     pointers = dict.fromkeys(names, "*fp32") | dict.fromkeys(("tokens", "blocks", "starts"), "*i64")
     shape = {"SIZE": size, "SIZE_FILLED": size, "CHANNELS": 1024 // size}
     compiled(recurrence.scan, pointers, shape, warps=1)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))]
+)
+def test_convolutions(dtype) -> None:
+    from toolkit_lm_triton.kernels import recurrence
+
+    pointers = dict.fromkeys(("tokens", "blocks", "starts"), "*i64")
+    pointers |= dict.fromkeys(("out", "ring"), "*fp32")
+    pointers |= dict.fromkeys(("x", "weight", "bias"), f"*{dtype}")
+    shape = {"SIZE": 4, "CHANNELS": 128}
+    compiled(recurrence.convolve, pointers, shape | {"TOKENS": 1, "ACTIVATION": "silu"})
+    plain = shape | {"TOKENS": MOST_TAPS, "ACTIVATION": ""}
+    compiled(recurrence.convolve, pointers | {"bias": "none"}, plain)

@@ -1,5 +1,5 @@
-"""Linear attention and scans of recurrent layers, against the formula in float64: on a GPU, or by
-Triton's interpreter, with which `test_interpreter.py` runs these tests."""
+"""Linear attention, scans and convolutions of recurrent layers, against the formula in float64: on
+a GPU, or by Triton's interpreter, with which `test_interpreter.py` runs these tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit_lm.model import get_activation
 from toolkit_lm_triton.device import interprets, refusal
-from toolkit_lm_triton.layers import TritonKernels
-from toolkit_lm_triton.states import MOST_KEYS, chunk_of
+from toolkit_lm_triton.layers import GATES, TritonKernels
+from toolkit_lm_triton.states import MOST_KEYS, MOST_TAPS, chunk_of
 from torch import Tensor
 
 DEVICE = "cpu" if interprets() else "cuda"
@@ -20,6 +21,7 @@ GROUPS = 1
 HEADS = 2
 EPS = 1e-6
 CHUNK = chunk_of(16)
+DTYPES = [torch.float32, torch.float16] + ([] if interprets() else [torch.bfloat16])
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 RULES = [(None, False), (None, True), (EPS, False), (EPS, True)]
 """With `eps` it is the delta rule; decays are of heads or of keys."""
@@ -204,6 +206,96 @@ def test_a_scan_is_its_formula(length, channels, size, places) -> None:
     check_ring(ring, rows, starts, after)
 
 
+class Convolution:
+    """A convolution with random weights, and inputs of two rows of `length` tokens."""
+
+    def __init__(self, length: int, channels: int, size: int, dtype: torch.dtype) -> None:
+        # Inputs of layers are a part of a wider product, too.
+        wide = random(2 * length + 1, channels + 3, seed=3).to(dtype)
+        wide[0] = torch.nan
+        self.x = wide[:, :channels]
+        self.weight = random(channels, 1, size, seed=4).to(dtype)
+        self.bias = random(channels, seed=5).to(dtype)
+        self.states = 3, size - 1, channels
+
+    def run(self, x: Tensor, ring: Tensor, rows: Any, activation: str | None) -> Tensor | None:
+        bias = None if activation is None else self.bias.to(DEVICE)
+        weight = self.weight.to(DEVICE)
+        wide = torch.empty(len(x), x.stride(0), dtype=x.dtype, device=DEVICE)[:, : x.shape[1]]
+        return TritonKernels().causal_conv(wide.copy_(x), weight, bias, activation, ring, rows)
+
+    def formula(self, state: Tensor, activation: str | None) -> tuple[Tensor, list[Tensor]]:
+        """Results [2, length, channels] in float64, and the states after each token."""
+        size = self.weight.shape[2]
+        x = self.x[1:].unflatten(0, (2, -1))
+        wide = torch.cat([state, x.double()], 1)
+        windows = wide.unfold(1, size, 1)
+        out = (windows * self.weight[:, 0].double()).sum(-1)
+        if activation is not None:
+            out = get_activation(activation)(out + self.bias.double())
+        return out, [wide[:, t + 1 : t + size] for t in range(x.shape[1])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("length", "channels", "size", "places", "activation"),
+    [
+        (1, 64, 4, 1, "silu"),
+        (1, 40, 3, 4, None),
+        (3, 140, 8, 2, "gelu"),
+        (4, 40, 4, 4, "gelu_pytorch_tanh"),
+        (35, 140, 4, 1, "relu"),
+        (2 * MOST_TAPS, 20, MOST_TAPS, 4, "silu"),
+    ],
+)
+def test_a_convolution_is_its_formula(dtype, length, channels, size, places, activation) -> None:
+    starts = [0, 6]
+    rows = rows_of(2, length, starts)
+    conv = Convolution(length, channels, size, dtype)
+    ring = random(3, places, size - 1, channels, seed=2)
+    ring[0] = torch.nan
+    first = first_states(ring, rows[1], starts)
+    ring = ring.to(DEVICE)
+    expected, after = conv.formula(first.double(), activation)
+    out = conv.run(conv.x, ring, rows, activation)
+    assert out is not None
+    torch.testing.assert_close(out.cpu().double(), expected, **CLOSE)
+    check_ring(ring, rows, starts, after)
+
+
+def test_bits_of_convolutions_depend_on_no_cut_and_no_neighbour() -> None:
+    length = 2 * MOST_TAPS
+    conv = Convolution(length, 40, 4, torch.float32)
+    x = conv.x[1:].unflatten(0, (2, -1))
+    ring = torch.zeros(3, 2, 3, 40, device=DEVICE)
+    whole = conv.run(conv.x, ring, rows_of(2, length, [0, 0]), "silu")
+    assert whole is not None
+    for row in range(2):
+        cut_ring = torch.zeros_like(ring)
+        for start, end in ((0, 1), (1, 3), (3, 24), (24, 32)):
+            piece = torch.cat([conv.x[:1], x[row, start:end]])
+            tokens, _, starts = rows_of(1, end - start, [start])
+            block = torch.tensor([2 - row], device=DEVICE)
+            out = conv.run(piece, cut_ring, (tokens, block, starts), "silu")
+            assert out is not None and out.equal(whole[row : row + 1, start:end])
+        assert cut_ring[2 - row].equal(ring[2 - row])
+
+
+def test_every_activation_of_a_convolution_is_computed_or_left() -> None:
+    conv = Convolution(1, 16, 2, torch.float32)
+    rows = rows_of(2, 1, [0, 0])
+
+    def found(activation: str | None) -> Tensor | None:
+        return conv.run(conv.x, torch.zeros(conv.states, device=DEVICE)[:, None], rows, activation)
+
+    for activation in (None, *GATES):
+        out = found(activation)
+        expected, _ = conv.formula(torch.zeros(2, 1, 16).double(), activation)
+        assert out is not None
+        torch.testing.assert_close(out.cpu().double(), expected, **CLOSE)
+    assert found("tanh") is None
+
+
 def test_what_kernels_do_not_take_is_left_to_the_caller() -> None:
     kernels = TritonKernels()
     rows = rows_of(1, 2, [0])
@@ -218,3 +310,7 @@ def test_what_kernels_do_not_take_is_left_to_the_caller() -> None:
     assert taken(16)
     assert not taken(MOST_KEYS + 1)
     assert not taken(16, torch.float64)
+    for size, dtype in ((1, torch.float32), (MOST_TAPS + 1, torch.float32), (2, torch.float64)):
+        conv = Convolution(1, 16, size, dtype)
+        ring = torch.zeros(3, 1, size - 1, 16, device=DEVICE)
+        assert conv.run(conv.x, ring, rows_of(2, 1, [0, 0]), None) is None

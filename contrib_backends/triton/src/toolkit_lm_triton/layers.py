@@ -41,7 +41,7 @@ GATES: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""The activations of the kernel `gate`, by the names of checkpoints."""
+"""The activations of the kernels `gate` and `convolve`, by the names of checkpoints."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SIZE = 2**15
 """Largest row that is normalized: a program holds it whole."""
@@ -167,6 +167,20 @@ class TritonKernels(Kernels):
             )
             best, places = parts
         return best[:, 0], places[:, 0]
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        ring: Tensor,
+        rows: StateRows,
+    ) -> Tensor | None:
+        if not self.runs(x) or not (activation is None or activation in GATES):
+            return None
+        name = "" if activation is None else GATES[activation]
+        return self._states.causal_conv(x, weight, bias, name, ring, rows)
 
     def linear_attention(
         self,

@@ -16,12 +16,16 @@ MOST_KEYS = 256
 """Most keys of a head's state, and lines of a scan's: a program holds all of them."""
 _CELLS = 1024
 """Numbers of a state that a warp holds, while it goes from token to token."""
+MOST_TAPS = 16
+"""Most inputs of a convolution's kernel."""
+_CHANNELS = 128
+"""Channels of a convolution that a program computes."""
 _FEWEST = 16
 """Smallest side of a matrix that tensor cores multiply."""
 
 
 class States:
-    """Linear attention and selective scans of a model.
+    """Linear attention, selective scans and causal convolutions of a model.
 
     Linear attention computes whole chunks of a prompt by products of matrices, and the tokens after
     them, or of short steps, one by one. Scans go token by token.
@@ -152,6 +156,40 @@ class States:
             **LAUNCH,
         )
         return True
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        ring: Tensor,
+        rows: StateRows,
+    ) -> Tensor | None:
+        """The arguments and results of Kernels.causal_conv. `activation`: one that the kernel
+        knows, or "" for none."""
+        channels, _, size = weight.shape
+        fits = (
+            1 < size <= MOST_TAPS
+            and x.stride(1) == 1
+            and weight.is_contiguous()
+            and self._is_ring(ring)
+        )
+        if not fits:
+            return None
+        count, length = rows[0].shape
+        out = torch.empty(count, length, channels, device=x.device)
+        block = min(power_of_2(length), MOST_TAPS)
+        self._kernels.convolve[count, -(-length // block), -(-channels // _CHANNELS)](
+            *(x, weight, bias, out, *(tensor.contiguous() for tensor in rows), ring),
+            *(length, ring.shape[1], ring.stride(0), x.stride(0), channels),
+            SIZE=size,
+            TOKENS=block,
+            CHANNELS=_CHANNELS,
+            ACTIVATION=activation,
+            **LAUNCH,
+        )
+        return out
 
     def _is_own(self, x: Tensor) -> bool:
         return x.dtype is torch.float32 and x.device.type == self._device

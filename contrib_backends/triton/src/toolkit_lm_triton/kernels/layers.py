@@ -169,6 +169,13 @@ def gate(
     is_dim = dims < SIZE
     value = tl.load(x + token * x_token + dims, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(x + token * x_token + SIZE + dims, mask=is_dim, other=0.0).to(tl.float32)
+    passed = activate(value, ACTIVATION)
+    tl.store(out + token * SIZE + dims, (passed * up).to(out.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def activate(value, ACTIVATION: tl.constexpr):
+    """The activation of that name, in fp32."""
     if ACTIVATION == "silu":
         passed = value * _sigmoid(value)
     elif ACTIVATION == "gelu":
@@ -179,7 +186,7 @@ def gate(
     else:
         tl.static_assert(ACTIVATION == "relu", "no such activation")
         passed = tl.where(value < 0.0, 0.0, value)
-    tl.store(out + token * SIZE + dims, (passed * up).to(out.dtype.element_ty), mask=is_dim)
+    return passed
 
 
 @triton.jit

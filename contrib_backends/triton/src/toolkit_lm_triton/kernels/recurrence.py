@@ -1,5 +1,5 @@
-"""Recurrent states: linear attention token by token and in chunks, and the selective scan. States
-and sums are in fp32.
+"""Recurrent states: linear attention token by token and in chunks, the selective scan, and causal
+convolutions. States and sums are in fp32.
 
 A ring [blocks, places, ...] has the states after token t of a sequence in place t % places of its
 block.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from toolkit_lm_triton.kernels.layers import activate
 
 
 @triton.jit
@@ -345,3 +347,77 @@ def scan(
         at += channels
         at_into += into_token
         at_out_of += out_of_token
+
+
+@triton.jit
+def convolve(
+    x,
+    weight,
+    bias,
+    out,
+    tokens,
+    blocks,
+    starts,
+    ring,
+    length,
+    places,
+    page,
+    x_token,
+    channels,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+) -> None:
+    """Causal depthwise convolution, then the activation, or none for "". Programs (rows, length /
+    TOKENS, channels / CHANNELS).
+
+    x [tokens, channels], weight [channels, SIZE], bias [channels] or None, out [rows, length,
+    channels]; the ring's states are the last inputs, [SIZE - 1, channels]. `x_token`: elements from
+    token to token of x. TOKENS: at least SIZE - 1, or all. The rest is as of `recur`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < channels
+    start = tl.load(starts + row)
+    own = ring + tl.load(blocks + row) * page
+    before = own + (start + places - 1) % places * ((SIZE - 1) * channels)
+    at = x + tl.load(tokens + row * length) * x_token
+    sums = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for i in tl.static_range(SIZE):
+        # Counted from the step's first token: those below 0 are of earlier steps.
+        source = token + (i - SIZE + 1)
+        is_new = ((source >= 0) & (source < length))[:, None] & is_channel[None, :]
+        is_old = (source < 0)[:, None] & is_channel[None, :]
+        cell = (source + SIZE - 1)[:, None] * channels + channel[None, :]
+        value = tl.load(before + cell, mask=is_old, other=0.0)
+        value = tl.where(start > 0, value, 0.0)
+        cell = source[:, None] * x_token + channel[None, :]
+        value += tl.load(at + cell, mask=is_new, other=0.0).to(tl.float32)
+        tap = tl.load(weight + channel * SIZE + i, mask=is_channel, other=0.0).to(tl.float32)
+        sums += value * tap[None, :]
+    if bias is not None:
+        sums += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        sums = activate(sums, ACTIVATION)
+    cell = (row * length + token)[:, None] * channels + channel[None, :]
+    tl.store(out + cell, sums, mask=(token < length)[:, None] & is_channel[None, :])
+    if tl.program_id(1) == 0:
+        # No other program reads these places. The one that is read comes last, and its lines move
+        # towards the first: what a line holds is read before it is written.
+        for k in range(tl.minimum(places, length)):
+            last = length - 1 - (length - 1 - k) % places
+            to = own + (start + k) % places * ((SIZE - 1) * channels)
+            for i in tl.static_range(SIZE - 1):
+                index = last + (i - SIZE + 2)
+                if index >= 0:
+                    line = at + index * x_token + channel
+                    kept = tl.load(line, mask=is_channel, other=0.0).to(tl.float32)
+                else:
+                    earlier = before + (index + SIZE - 1) * channels + channel
+                    kept = tl.load(earlier, mask=is_channel, other=0.0)
+                    kept = tl.where(start > 0, kept, 0.0)
+                # Another thread may write what this one has read.
+                tl.debug_barrier()
+                tl.store(to + i * channels + channel, kept, mask=is_channel)
