@@ -101,7 +101,7 @@ TILES_OF(3, 3)
 
 /* [whether a tile has PANELS panels, not 1][cache lines that each lane prefetches][rows] */
 static const NAME(Tile) *const NAME(tiles)[2][4] = {
-    {NAME(tiles_1_0), ROWS * PANELS > SUMS ? NAME(tiles_1_1) : NULL},
+    {NAME(tiles_1_0), NAME(tiles_1_1)},
     {NAME(tiles_3_0), NAME(tiles_3_1), NAME(tiles_3_2), NAME(tiles_3_3)},
 };
 
@@ -114,9 +114,9 @@ static const NAME(Tile) *const NAME(tiles)[2][4] = {
  *   panels per tile  lines per lane
  *   3                3, 2 or 1      FETCHES has the number, by the number of groups
  *   3                0              there is no `next`
- *   1                1              sums of the group's rows by 3 panels do not fit in registers
- *   1                0              the same without `next`; or fewer than 3 panels are left, which
- *                                   are W's last and mostly have no `next`
+ *   1                1              sums of the group's rows by 3 panels do not fit in registers,
+ *                                   or fewer than 3 panels are left, W's last
+ *   1                0              the same without `next`
  *
  * `beside`: what is fetched piece by piece between tiles, or NULL.
  */
@@ -135,10 +135,9 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
         for (long i = 0, row = 0; i < count; i++) {
             const long end = rows * (i + 1) / count;
             const int n = (int)(end - row);
-            const int fit = n * PANELS <= SUMS, at_once = fit && panels == PANELS;
+            const int at_once = n * PANELS <= SUMS && panels == PANELS;
             const long passes = at_once ? 1 : PANELS;
-            const Fetch fetch =
-                next == NULL || (fit && !at_once) ? (Fetch){0, 0} : FETCHES[at_once][count];
+            const Fetch fetch = next == NULL ? (Fetch){0, 0} : FETCHES[at_once][count];
             const NAME(Tile) tile = NAME(tiles)[at_once][fetch.lines][n];
             for (long b = 0; b < panels; b += at_once ? PANELS : 1)
                 for (long k = 0, piece; k < some; k += piece) {
@@ -332,9 +331,11 @@ TARGET static void NAME(multiply)(void *job, long item) {
                rows = l->rows - row < l->block ? l->rows - row : l->block;
     const long first = item / l->row_blocks * l->columns,
                last = first + l->columns < panels ? first + l->columns : panels;
-    /* Panel to prefetch: this thread's next item starts there if threads alternate. */
-    const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) /
-                         l->row_blocks * l->columns;
+    /* What to prefetch: this thread's next item starts there if threads alternate. */
+    const long later = item + atomic_load_explicit(&team.threads, memory_order_relaxed),
+               follows = later / l->row_blocks * l->columns,
+               left = l->row_blocks * l->column_blocks - later;
+    const char *after = l->after == NULL || left > 0 ? NULL : l->after - left * l->after_item;
     const size_t size = (size_t)(rows * PANELS * LANES);
 #if CONVERTS
     const size_t converted = l->codes == NULL ? (size_t)(rows * l->inputs) : 0;
@@ -374,13 +375,16 @@ TARGET static void NAME(multiply)(void *job, long item) {
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const long then = p + PANELS < last ? p + PANELS : follows;
-        const char *next = then + PANELS <= panels ? weights + then * panel : NULL;
+        const char *next = then + PANELS <= panels ? weights + then * panel
+                           : p + PANELS < last     ? NULL
+                                                   : after;
         Beside lines, *beside = NULL;
         if (l->groups != NULL)
             lines = NAME(beside)(l, row, rows, p, some, panels, segments), beside = &lines;
         NAME(add_up)(l, x, x_stride, row, rows, p, some, panel, next, beside, sums);
         if (l->is_gated) {
-            const char *next_up = next == NULL ? NULL : next + panels * panel;
+            const char *next_up =
+                next == NULL ? NULL : next + (next == after ? PANELS : panels) * panel;
             NAME(add_up)(l, x, x_stride, row, rows, panels + p, some, panel, next_up, beside, up);
         }
         if (l->groups != NULL && p == first) await_lows(l);

@@ -137,6 +137,12 @@ struct Linear {
     void *codes; /* memory for the codes of x, as `codes_of` has it; or NULL */
     long tiled;  /* rows of x, from the first on, whose codes lie as tiles of AMX load them */
     CodePanels add_codes;
+    /*
+     * panels of the product after this one, which threads prefetch with the last of this one, and
+     * bytes from where a thread begins there to where the next one does; or NULL
+     */
+    const char *after;
+    long after_item;
     const RowGroups *groups; /* rows with adapters, or NULL: there are none */
     const LowRanks *low_ranks;
     Item multiply_low, multiply; /* of A x, and of the product with B A x */
@@ -333,6 +339,13 @@ static void cut_linear(Linear *l) {
     const long share = panels * l->row_blocks / (4 * atomic_load(&team.threads)) / PANELS * PANELS;
     l->columns = share < PANELS ? PANELS : share > MOST_COLUMNS ? MOST_COLUMNS : share;
     l->column_blocks = (panels + l->columns - 1) / l->columns;
+}
+
+/* Has a product prefetch where the next one begins, whose weights are elements of that size. */
+static void fetch_after(Linear *l, Linear *next, long element) {
+    cut_linear(next);
+    l->after = next->weights;
+    l->after_item = next->columns * LANES * next->inputs * element;
 }
 
 /* One that is cut. */

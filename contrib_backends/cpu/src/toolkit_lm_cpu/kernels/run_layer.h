@@ -62,6 +62,13 @@ static Linear make_linear(const Layer *l, LinearPart part, const void *x, long i
     return p;
 }
 
+/* Has a product prefetch the beginning of the next one, where both have elements for weights. */
+static void precede(const Layer *l, Linear *p, LinearPart next, long inputs, long outputs) {
+    Linear following = make_linear(l, next, NULL, inputs, NULL, outputs, p->rows, 0, NULL);
+    if (p->quantized.scales == NULL && next.weights != NULL && next.quantized.scales == NULL)
+        fetch_after(p, &following, l->element);
+}
+
 /* Has adapters change a product of a layer. */
 static void adapt(Linear *p, const LayerStep *s, const LowRanks *low_ranks) {
     if (low_ranks == NULL) return;
@@ -115,6 +122,7 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
     Linear product =
         make_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor, codes);
     adapt(&product, s, s->out);
+    precede(l, &product, l->gate_up, l->hidden, l->inner);
     return attend_types[l->attention_type](attention) && run_linear(l, &product, 0);
 }
 
@@ -132,6 +140,7 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
     Linear in = make_linear(l, l->qkv, normed ? h : s->residual, l->hidden, qkv, heads, tokens, 0,
                             codes);
     adapt(&in, s, s->qkv);
+    precede(l, &in, l->out, l->heads * l->head_size, l->hidden);
     run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens, &in);
     if (!run_linear(l, &in, normed) || !run_attention(l, s, qkv, o, codes, attention, write))
         return 0;
@@ -143,6 +152,7 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
     Linear gate_up = make_linear(l, l->gate_up, fed_normed ? h : s->residual, l->hidden, inner,
                                  l->inner, tokens, 0, codes);
     adapt(&gate_up, s, s->gate_up);
+    precede(l, &gate_up, l->down, l->inner, l->hidden);
     run_norm(l, l->post, o, s->residual, s->residual, h, tokens, &gate_up);
     if (!run_linear(l, &gate_up, fed_normed)) return 0;
     Linear down =
