@@ -59,7 +59,8 @@ class Told:
 
     def __init__(self, source: Source = SOURCE) -> None:
         self.index = PrefixIndex(100 * TOLD_BYTES, is_told=True)
-        self.followers = Followers(self.index)
+        self.now = 100.0
+        self.followers = Followers(self.index, lambda: self.now)
         self.backend = Backend(URL, 0, 8)
         self.source = source
         self.followers.tend(self.backend, [source])
@@ -159,12 +160,34 @@ async def test_events_that_stop_are_noticed(receiver):
     told.index.add(0, DIGESTS[:1])
     told.batch(0, stored(*DIGESTS))
     told.tend(5)
+    told.now += 0.9 * events._PATIENCE
+    told.tend(6)
     # It may be under way.
-    assert told.depth == 4
+    assert (told.depth, told.backend.num_event_gaps) == (4, 0)
+    told.now += 0.2 * events._PATIENCE
     told.tend(6)
     assert (told.depth, told.backend.num_event_gaps, told.following.next) == (1, 1, 6)
     told.tend(6)
     assert told.backend.num_event_gaps == 1
+
+
+async def test_a_replay_under_way_is_waited_for(receiver):
+    told = Told()
+    # A backend that announces itself is asked twice at once.
+    for _ in range(3):
+        told.tend(3)
+    told.batch(0, stored(0), is_replayed=True)
+    told.now += 0.9 * events._PATIENCE
+    told.tend(3)
+    # Some of it has come since: it goes on.
+    told.now += 0.9 * events._PATIENCE
+    told.tend(3)
+    for number in (1, 2):
+        told.batch(number, stored(number), is_replayed=True)
+    told.end()
+    told.now += events._PATIENCE
+    told.tend(3)
+    assert (told.depth, told.backend.num_event_gaps, told.following.next) == (3, 0, 3)
 
 
 async def test_a_replay_without_an_end_holds_up_nothing_for_good(receiver):
@@ -174,6 +197,7 @@ async def test_a_replay_without_an_end_holds_up_nothing_for_good(receiver):
     assert told.depth == 0 and len(told.following.held) == events._MOST_HELD
     for _ in range(2):
         told.tend(5000)
+        told.now += events._PATIENCE
     assert told.following.held is None
     told.batch(5000, stored(*DIGESTS))
     assert told.depth == 4

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _MOST_HELD = 1024
 _MOST_SOURCES = 64
 """Most engines of one backend."""
 _TICK_MS = 50
+_PATIENCE = 2.0
+"""Seconds that published batches may take: a backend may be asked for its sources twice at once."""
 _END = (1 << 64) - 1
 """Number of the message that ends a replay."""
 
@@ -93,8 +96,10 @@ class Following:
     """Number of the next batch."""
     live: int = -1
     """Number of the last batch that came by itself, and not by a replay."""
-    next_before: int = 0
-    """The same, when the backend was last asked for its sources."""
+    missing: int | None = None
+    """Number of the first batch that was published, and has not come. None: all have come."""
+    missing_since: float = 0.0
+    """When it was noticed first."""
     is_understood: bool = True
     """No message was of an unknown kind."""
     held: list[tuple[int, Sequence[Event]]] | None = None
@@ -132,8 +137,9 @@ def _is_any(host: str) -> bool:
 class Followers:
     """Follows the events of backends. Only the event loop uses it."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
         self._index = index
+        self._clock = clock
         self._following: dict[Backend, dict[Source, Following]] = {}
         self._receiver = Receiver(asyncio.get_running_loop(), self.received)
         self._receiver.start()
@@ -160,13 +166,19 @@ class Followers:
                 if (made := self._follow(backend, place)) is not None:
                     known[place] = made
                 continue
-            following = known[place]
-            if source.num_published > following.next == following.next_before:
-                # None of them has come since the last time.
-                self._end_replay(following)
-                self._miss(following, source.num_published)
-            following.next_before = following.next
+            self._look(known[place], source.num_published)
         backend.is_followed = bool(known)
+
+    def _look(self, following: Following, num_published: int) -> None:
+        """Notices batches that do not come."""
+        if num_published <= following.next:
+            following.missing = None
+        elif following.missing != following.next:
+            following.missing = following.next
+            following.missing_since = self._clock()
+        elif self._clock() - following.missing_since >= _PATIENCE:
+            self._end_replay(following)
+            self._miss(following, num_published)
 
     def _follow(self, backend: Backend, place: Source) -> Following | None:
         endpoint = address_of(place.endpoint, backend.url)
