@@ -6,11 +6,12 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from toolkit_lm_router.asking import read
 from toolkit_lm_router.fairness import FairQueue, QueueFullError, Queues
-from toolkit_lm_router.policy import RoutingPolicy, Wanted
+from toolkit_lm_router.policy import RoutingPolicy, Wanted, mark_of
 from toolkit_lm_router.prefixes import (
     CHUNK,
     ENTRY_BYTES,
@@ -28,11 +29,15 @@ class Stub:
     load: int = 0
     has_room: bool = True
 
+    @property
+    def mark(self) -> int:
+        return mark_of(f"http://10.0.0.{self.number}:8000")
+
 
 class Choosing:
     """A policy over some stubs."""
 
-    def __init__(self, count: int, **options: float) -> None:
+    def __init__(self, count: int, **options: Any) -> None:
         self.stubs = [Stub(number) for number in range(count)]
         self.policy = RoutingPolicy(random=random.Random(5), **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.caller import Caller
@@ -13,23 +13,34 @@ from toolkit_lm_server.limits.key_limits import ApiKey
 from toolkit_lm_router.asking import Asked
 from toolkit_lm_router.fleet import Fleet
 
-_UNCOUNTED = ("tokens_per_minute", "max_sequences")
-"""Limits that only the server which renders and computes a request can count."""
-
 
 class RouterKeys(Keys):
     """The keys of the options, without limits that a router cannot hold."""
 
+    uncounted: Mapping[str, str] = dict.fromkeys(
+        ("tokens_per_minute", "max_sequences"),
+        "which a router does not count. Give it to the key in the backends' own files, and leave "
+        "out backend_key.",
+    )
+    """Limits that are not held, and why: only the server which renders and computes a request can
+    count them."""
+
     def replace(self, keys: Sequence[ApiKey]) -> None:
         for key in keys:
-            for name in _UNCOUNTED:
+            for name, why in self.uncounted.items():
                 if getattr(key, name) is not None:
-                    raise ConfigError(
-                        f"api_keys_file: the key {key.name!r} has {name}, which a router does not "
-                        "count. Give it to the key in the backends' own files, and leave out "
-                        "backend_key."
-                    )
+                    raise ConfigError(f"api_keys_file: the key {key.name!r} has {name}, {why}")
         super().replace(keys)
+
+
+class SharedKeys(RouterKeys):
+    """The keys of one of several routers, each of which sees a part of the requests."""
+
+    uncounted: Mapping[str, str] = {
+        **RouterKeys.uncounted,
+        "requests_per_minute": "which several routers do not count together. Have one router, or "
+        "leave it out.",
+    }
 
 
 def check_allowed(asked: Asked, caller: Caller, fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ from toolkit_lm.errors import nearest
 from toolkit_lm_server.errors import ApiError
 
 from toolkit_lm_router.options import RouterOptions
-from toolkit_lm_router.policy import Choice, RoutingPolicy, Wanted
+from toolkit_lm_router.policy import Choice, RoutingPolicy, Wanted, mark_of
 
 Role = Literal["serve", "prefill"]
 """serve: it answers requests. prefill: it computes prompts for those that do."""
@@ -64,6 +64,11 @@ class Backend:
     """Times that KV events of it were missed."""
     queue_seconds: float = 0.0
     """Seconds that its requests have waited here before they were sent."""
+    mark: int = field(init=False)
+    """64 bits that stand for it in all routers."""
+
+    def __post_init__(self) -> None:
+        self.mark = mark_of(self.url)
 
     @property
     def is_ready(self) -> bool:
@@ -86,9 +91,14 @@ class _Group:
 class Fleet:
     """All backends. Only the event loop uses it."""
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, *, has_peers: bool = False) -> None:
+        """`has_peers`: other routers have the same backends."""
         self.policy = RoutingPolicy(
-            options.prefix_match, options.balance, options.max_prefix_bytes, options.kv_events
+            options.prefix_match,
+            options.balance,
+            options.max_prefix_bytes,
+            options.kv_events,
+            has_peers,
         )
         self._most = options.max_backend_requests
         self.backends: dict[str, Backend] = {}

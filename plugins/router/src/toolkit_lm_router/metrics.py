@@ -40,9 +40,12 @@ _GAUGES: dict[str, tuple[str, Callable[[Backend], float]]] = {
 class RouterMetrics(Collector):
     """Figures of the backends, of the queue and of the answers."""
 
-    def __init__(self, fleet: Fleet, num_waiting: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, num_waiting: Callable[[], int], name: str = "") -> None:
+        """`name`: the router's among several, which is a label of all its figures. Empty: there is
+        none."""
         self._fleet = fleet
         self._num_waiting = num_waiting
+        self._labels = {"router": name} if name else {}
         self._answers: dict[int, int] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -60,6 +63,14 @@ class RouterMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        for metric in self._collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, **self._labels})
+                for sample in metric.samples
+            ]
+            yield metric
+
+    def _collect(self) -> Iterator[Metric]:
         backends = [*self._fleet.backends.values()]
         for name, (text, value) in _COUNTERS.items():
             counter = CounterMetricFamily(f"toolkit_lm_router_{name}", text, labels=["backend"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import field
+from msgspec import field, structs
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.options import HttpOptions, ServerOptions
@@ -128,6 +128,27 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
                     f"{name} must be printable ASCII characters, without spaces around it: others "
                     "do not fit in a header."
                 )
+
+    def shared_by(self, num_routers: int) -> RouterOptions:
+        """The options of each of several routers in front of the same backends: bounds are divided
+        among them. Raises ConfigError for what a router does not do beside others."""
+        if num_routers == 1:
+            return self
+        if self.admin_key is not None:
+            raise ConfigError(
+                f"admin_key: an operator's request would reach one of {num_routers} routers. Have "
+                "one router, or leave the key out."
+            )
+        bounds = {
+            name: getattr(self, name) // num_routers
+            for name in ("max_backend_requests", "max_queued_requests")
+        }
+        if not bounds["max_backend_requests"]:
+            raise ConfigError(
+                f"max_backend_requests must be at least {num_routers}, the number of routers that "
+                f"share it, not {self.max_backend_requests}."
+            )
+        return structs.replace(self, **bounds)
 
     @property
     def server(self) -> ServerOptions:

@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
 
 from toolkit_lm_router.prefixes import PrefixIndex, bits, num_bytes
@@ -17,6 +18,14 @@ _SLACK = 4
 _MOST_SESSIONS = 65_536
 _TRIES = 8
 """Most backends with the same prefix that are compared."""
+_ODD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+"""Together they spread 64 bits: Knuth's multiplicative hash."""
+
+
+def mark_of(name: str) -> int:
+    """64 bits that stand for a name, the same in each process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 class Loaded(Protocol):
@@ -25,6 +34,10 @@ class Loaded(Protocol):
     @property
     def number(self) -> int:
         """The backend's bit in the index of prefixes."""
+
+    @property
+    def mark(self) -> int:
+        """64 bits that stand for it in all routers."""
 
     @property
     def load(self) -> int:
@@ -56,7 +69,9 @@ class Wanted:
 
 @dataclass(slots=True)
 class RoutingPolicy:
-    """Chooses by session, then by prefix, then the less loaded of two random backends.
+    """Chooses by session, then by prefix, then the less loaded of two random backends. One of
+    several routers draws the backend of a session that it does not know by a hash, as the others
+    do.
 
     A backend whose load is above `balance` times the mean gets no request for its session or its
     prefix: a hot prefix spreads over several. Engines with one policy must be used in one thread.
@@ -67,6 +82,8 @@ class RoutingPolicy:
     max_prefix_bytes: int = 8 * 2**20
     follows_events: bool = False
     """Backends tell of their caches."""
+    has_peers: bool = False
+    """Other routers send requests to the same backends."""
     random: random.Random = field(default_factory=random.Random)
     index: PrefixIndex = field(init=False)
     _sessions: OrderedDict[str, int] = field(init=False, default_factory=OrderedDict)
@@ -109,6 +126,11 @@ class RoutingPolicy:
             if fitting := self._some(mask, backends, fits):
                 number = min(fitting, key=lambda number: by_number[number].load)
                 return Choice(number, "prefix", depth)
+        if self.has_peers and wanted.session:
+            able = [b for b in backends if allowed >> b.number & 1 and fits(b.number)]
+            if able:
+                home = _of_session(wanted.session, able)
+                return Choice(home, "session", self._depth(matches, home))
         drawn = self._of_two(backends, without)
         return None if drawn is None else Choice(drawn, "load", self._depth(matches, drawn))
 
@@ -142,3 +164,10 @@ class RoutingPolicy:
     @staticmethod
     def _depth(matches: Sequence[tuple[int, int]], number: int) -> int:
         return next((depth for depth, mask in matches if mask >> number & 1), 0)
+
+
+def _of_session(session: str, backends: Sequence[Loaded]) -> int:
+    """The session's backend by rendezvous hashing: the same in each router, and another one only
+    where that one is left out."""
+    mark = mark_of(session)
+    return max(backends, key=lambda backend: (backend.mark ^ mark) * _ODD & _MASK).number

@@ -229,8 +229,6 @@ class Proxy:
         def give_back(place: _Place) -> None:
             self._fleet.end(place.backend)
 
-        if not self._fleet.backends:
-            raise _busy("The router has no backends.")
         # Where all have failed it, one of them may have come back.
         if job.failed and not self._fleet.num_ready(asked.model, job.failed):
             job.failed.clear()

@@ -7,7 +7,7 @@ import time
 from contextlib import AsyncExitStack
 
 from toolkit_lm_router.app import Routed, create_app
-from toolkit_lm_router.clients import RouterKeys
+from toolkit_lm_router.clients import RouterKeys, SharedKeys
 from toolkit_lm_router.events import Followers
 from toolkit_lm_router.fleet import Fleet
 from toolkit_lm_router.metrics import RouterMetrics
@@ -25,9 +25,12 @@ _LOOK = 0.05
 class Routing:
     """The backends, their watch, and the app that routes to them. Use it as a context."""
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, name: str = "") -> None:
+        """`name`: this router's, among several with the same backends, whose options are
+        `options.shared_by`. Empty: there is no other."""
         self._options = options
-        self.fleet = Fleet(options)
+        self._name = name
+        self.fleet = Fleet(options, has_peers=bool(name))
         self._heard: dict[str, float] = {}
         """When each backend that announced itself was heard last, by URL."""
         self._ending = AsyncExitStack()
@@ -36,8 +39,9 @@ class Routing:
         options = self._options
         async with AsyncExitStack() as ending:
             upstream = await ending.enter_async_context(Upstream(options))
-            self.proxy = Proxy(options, self.fleet, upstream, RouterKeys.of(options.server))
-            self.metrics = RouterMetrics(self.fleet, lambda: len(self.proxy.queues))
+            keys = (SharedKeys if self._name else RouterKeys).of(options.server)
+            self.proxy = Proxy(options, self.fleet, upstream, keys)
+            self.metrics = RouterMetrics(self.fleet, lambda: len(self.proxy.queues), self._name)
             followers = None
             if options.kv_events:
                 followers = Followers(self.fleet.policy.index)
@@ -58,9 +62,9 @@ class Routing:
 
     async def announce(self, url: str) -> float:
         """A backend says where it is, again and again. Returns the requests that wait in the router
-        for each backend."""
+        for each backend. One that an operator drains goes on draining."""
         now = self._heard[url] = time.monotonic()
-        backend = self.fleet.add(url)
+        backend = self.fleet.backends.get(url) or self.fleet.add(url)
         for silent in [known for known, heard in self._heard.items() if now - heard > _SILENCE]:
             found = self.fleet.backends.get(silent)
             if found is None or not found.is_ready:
