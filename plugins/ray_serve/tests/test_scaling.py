@@ -8,7 +8,7 @@ import pytest
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.events import LoadEvent
 from toolkit_lm_ray_serve.options import read
-from toolkit_lm_ray_serve.scaling import Policy, signals
+from toolkit_lm_ray_serve.scaling import Policy
 from toolkit_lm_server.metrics import Metrics
 
 MOST = {"max_wait": 2.0, "max_fill": 0.8}
@@ -55,14 +55,17 @@ def test_the_signals():
     def told(**counts: int) -> dict[str, float]:
         whole = {"num_running": 0, "num_waiting": 0, "num_used_blocks": 0, "num_total_blocks": 10}
         metrics.toolkit_event(LoadEvent(time=0.0, **{**whole, **counts}))
-        return signals(metrics, max_num_seqs=4)
+        return signals()
 
-    assert signals(metrics, max_num_seqs=4) == {"wait": 0.0, "fill": 0.0}
+    def signals() -> dict[str, float]:
+        return {"wait": metrics.queue_wait.seconds(), "fill": metrics.fill(max_num_seqs=4)}
+
+    assert signals() == {"wait": 0.0, "fill": 0.0}
     assert told(num_running=1, num_used_blocks=6) == {"wait": 0.0, "fill": 0.6}
     assert told(num_running=9, num_used_blocks=6)["fill"] == 1.0
     assert told(num_running=4, num_waiting=3)["fill"] == 1.0
     metrics.queue_wait._since -= 3
-    assert signals(metrics, max_num_seqs=4)["wait"] >= 9.0
+    assert signals()["wait"] >= 9.0
     assert told() == {"wait": 0.0, "fill": 0.0}
 
 

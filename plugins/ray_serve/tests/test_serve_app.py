@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from continued import KINDS, SERVE, Command, ask
 from processes import descendants
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import ConfigError
 from toolkit_lm_ray_serve import serve_app
 
 pytestmark = [
@@ -74,33 +76,113 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def migrations(client: aiohttp.ClientSession, url: str) -> float:
-    async with client.get(f"{url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("toolkit_lm_router_migrations_total{")
-    )
+class Fronts:
+    """The fronts of an app. Their figures are told by whichever Ray Serve asks: of those that are
+    as busy, a random one."""
+
+    def __init__(self, client: aiohttp.ClientSession, url: str, number: int) -> None:
+        self.client = client
+        self.url = url
+        self.number = number
+
+    async def by_front(self, name: str) -> list[Counter[str]]:
+        """A figure of each front, by backend."""
+        found: dict[str, Counter[str]] = {}
+        async with asyncio.timeout(300):
+            while len(found) < self.number:
+                async with self.client.get(f"{self.url}/metrics") as answer:
+                    text = await answer.text()
+                front = re.search(r'router="([^"]*)"', text)
+                assert (front is None) == (self.number == 1)
+                lines = re.findall(rf"^toolkit_lm_router_{name}({{.*}})? (\S+)$", text, re.M)
+                found[front[1] if front else ""] = made = Counter()
+                for labels, value in lines:
+                    backend = re.search(r'backend="([^"]*)"', labels)
+                    made[backend[1] if backend else ""] += float(value)
+        return [found[front] for front in sorted(found)]
+
+    async def figure(self, name: str) -> Counter[str]:
+        """A figure of all fronts together, by backend."""
+        return sum(await self.by_front(name), Counter())
+
+    async def settled(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Waits until only an engine that is stopped has streams, so that no more of them end."""
+        while True:
+            # Ray Serve asks the less busy of several fronts, so those are not asked here.
+            loads = await self.figure("inflight") if self.number == 1 else ()
+            before = sum(task.done() for task in tasks)
+            await asyncio.sleep(2 * self.number)
+            if len(loads) <= 1 and before == sum(task.done() for task in tasks):
+                return
+
+    async def ready(self) -> list[str]:
+        """The engines' URLs, once each front has two."""
+        async with asyncio.timeout(300):
+            while True:
+                found = [+figure for figure in await self.by_front("ready")]
+                if all(len(figure) == 2 and figure == found[0] for figure in found):
+                    return [*found[0]]
+                await asyncio.sleep(0.1)
+
+    async def cached(self, url: str, prompt: str) -> int:
+        """Tokens of a prompt that were cached."""
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 2, "ignore_eos": True}
+        headers = {"Authorization": "Bearer between"}
+        path = f"{url}/v1/completions"
+        async with self.client.post(path, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            usage = (await answer.json())["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    async def check_session(self) -> None:
+        """One engine has all requests of a session, whichever front they come to."""
+        before = await self.by_front("requests_total")
+        headers = {"X-Session-ID": "Anna's"}
+        for number in range(16):
+            body = {"prompt": str(number), "temperature": 0, "max_tokens": 2}
+            path = f"{self.url}/v1/completions"
+            async with self.client.post(path, json=body, headers=headers) as answer:
+                assert answer.status == 200
+        found = [
+            now - then
+            for now, then in zip(await self.by_front("requests_total"), before, strict=True)
+        ]
+        assert all(figure.total() > 0 for figure in found), found
+        assert len(sum(found, Counter())) == 1, found
+
+    async def check_events(self, name: str) -> None:
+        """Each front finds what was sent to an engine beside it."""
+        before = await self.by_front("index_chunks")
+        texts = [f"{name}{number} tells of the sea and a cat. " * 9 for number in range(4)]
+        for number, text in enumerate(texts):
+            await self.cached((await self.ready())[number % 2], text)
+        async with asyncio.timeout(300):
+            while any(
+                now[""] < most[""] + len(texts)
+                for now, most in zip(await self.by_front("index_chunks"), before, strict=True)
+            ):
+                await asyncio.sleep(0.1)
+        hits = await self.figure("prefix_hits_total")
+        for text in texts * self.number:
+            assert await self.cached(self.url, text + "And then?") > 0
+        assert (await self.figure("prefix_hits_total") - hits).total() >= len(texts)
+        assert not await self.figure("event_gaps_total")
 
 
-async def settled(client: aiohttp.ClientSession, url: str, tasks: list[asyncio.Task[Any]]) -> None:
-    """Waits until only an engine that is stopped has streams, so that no more of them end."""
-    while True:
-        async with client.get(f"{url}/metrics") as answer:
-            loads = re.findall(r"^toolkit_lm_router_inflight\S* (\S+)", await answer.text(), re.M)
-        before = sum(task.done() for task in tasks)
-        await asyncio.sleep(2)
-        if sum(map(float, loads)) == max(map(float, loads)) and before == sum(
-            task.done() for task in tasks
-        ):
-            return
-
-
-@pytest.mark.parametrize("num_streams", [8, pytest.param(64, marks=pytest.mark.nightly)])
-async def test_a_replica_killed_under_streams_loses_nothing(serving, alone, num_streams):
-    url = serving(**{"scaling.min_replicas": 2, "scaling.max_replicas": 2})
+@pytest.mark.parametrize(
+    ("num_streams", "num_fronts"),
+    [(8, 1), *(pytest.param(*both, marks=pytest.mark.nightly) for both in [(64, 1), (16, 2)])],
+)
+async def test_a_replica_killed_under_streams_loses_nothing(
+    serving, alone, num_streams, num_fronts
+):
+    replicas = {"scaling.min_replicas": 2, "scaling.max_replicas": 2}
+    own = {"router.kv_events": True, "router.backend_key": "between"}
+    url = serving(**replicas, **own, **{"scaling.num_fronts": num_fronts})
     async with aiohttp.ClientSession(timeout=TIMEOUT) as client:
+        fronts = Fronts(client, url, num_fronts)
+        await fronts.check_events("Anna")
+        await fronts.check_session()
         expected = [await ask(client, alone, *kind) for kind in KINDS]
         assert [await ask(client, url, *kind) for kind in KINDS] == expected
         numbers = [number % len(KINDS) for number in range(num_streams)]
@@ -114,7 +196,7 @@ async def test_a_replica_killed_under_streams_loses_nothing(serving, alone, num_
                 await asyncio.sleep(0.001)
             victim = engines()[0]
             os.kill(victim.pid, signal.SIGSTOP)
-            await settled(client, url, asking)
+            await fronts.settled(asking)
             # Only the stopped one has streams. Another round where none of them has begun.
             if begun:
                 break
@@ -125,10 +207,16 @@ async def test_a_replica_killed_under_streams_loses_nothing(serving, alone, num_
         os.kill(victim.pid, signal.SIGKILL)
         found = await asyncio.gather(*asking)
         assert found == [expected[number] for number in numbers]
-        assert await migrations(client, url) == num_begun
+        assert (await fronts.figure("migrations_total")).total() == num_begun
         # Ray Serve starts another one, and the front hears of it.
         await until(lambda: num_engines() == {"RUNNING": 2} and victim not in engines())
         assert await ask(client, url, *KINDS[0]) == expected[0]
+        await fronts.check_events("Otto")
+
+
+def test_fronts_that_would_each_obey_alone_are_refused():
+    with pytest.raises(ConfigError, match="admin_key: .* one of 2 routers"):
+        serve_app({"model": "tiny", "scaling.num_fronts": 2, "router.admin_key": "k"})
 
 
 async def test_ranks_that_ray_places(serving):

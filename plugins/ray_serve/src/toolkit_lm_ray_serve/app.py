@@ -6,22 +6,20 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import asdict
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from toolkit_lm.config import VllmConfig
+from toolkit_lm_router.options import RouterOptions
 
 from toolkit_lm_ray_serve.engine import FRONT, Engine
 from toolkit_lm_ray_serve.front import Front
 from toolkit_lm_ray_serve.options import Scaling, read
 from toolkit_lm_ray_serve.scaling import Policy
 
-_MOST = 100_000
-"""Most requests under way in the front: the router's queue and body memory bound them."""
 _BEAT = 1.0
 """Seconds from one word of an engine's to the front, and to Ray Serve, to the next."""
-_LOOK_BACK = 5.0
-"""Seconds over which Ray Serve takes the mean of signals."""
 _GRACE = 30.0
 """Seconds that an engine gets to end, beyond those of its requests."""
 
@@ -31,7 +29,8 @@ def make(config: Mapping[str, Any]) -> Application:
     Serve refuses."""
     options = read(config)
     scaling = Scaling(**options["scaling"])
-    key = options["router"].get("backend_key") or secrets.token_urlsafe(32)
+    router = RouterOptions(**options["router"]).shared_by(scaling.num_fronts)
+    key = router.backend_key or secrets.token_urlsafe(32)
     engines = serve.deployment(Engine).options(
         name="engine",
         ray_actor_options=_room(VllmConfig.make(**options["engine"]), scaling),
@@ -41,14 +40,14 @@ def make(config: Mapping[str, Any]) -> Application:
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         name=FRONT,
-        num_replicas=1,
-        max_ongoing_requests=_MOST,
+        num_replicas=scaling.num_fronts,
+        # The router's queue and body memory bound them.
+        max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=scaling.drain_timeout + _GRACE,
     )
-    own = {"api_key": [key], "shutdown_timeout": scaling.drain_timeout}
-    bound = engines.bind(options["engine"], {**options["server"], **own})
-    made: Application = front.bind(bound, {**options["router"], "backend_key": key})
-    return made
+    server = options["server"] | {"api_key": [key], "shutdown_timeout": scaling.drain_timeout}
+    own = asdict(router) | {"backend_key": key}
+    return front.bind(engines.bind(options["engine"], server), own, scaling.num_fronts)
 
 
 def _room(config: VllmConfig, scaling: Scaling) -> dict[str, float]:
@@ -67,6 +66,7 @@ def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
         upscale_delay_s=scaling.upscale_delay,
         downscale_delay_s=scaling.downscale_delay,
         metrics_interval_s=_BEAT,
-        look_back_period_s=_LOOK_BACK,
+        # Ray Serve takes the mean of signals over it.
+        look_back_period_s=5.0,
         policy=AutoscalingPolicy(policy_function=Policy, policy_kwargs=targets),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import Any
@@ -15,12 +14,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm_server.hosting import HostedServer
 from toolkit_lm_server.options import ServerOptions
 
-from toolkit_lm_ray_serve.scaling import signals
-
 FRONT = "front"
 """The deployment that hears of engines."""
-_PATIENCE = 5.0
-"""Seconds that the front may take to hear an engine."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +46,13 @@ class Engine:
         """Raises EngineDeadError where Ray Serve is to start another replica. It calls the method
         by this name, and so the front hears of the engine again and again."""
         self._server.check()
-        self._server.metrics.queue_wait.num_elsewhere = await self._tell("announce") or 0.0
+        self._server.metrics.queue_wait.num_elsewhere = await self._tell("announce")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The signals of load. Ray Serve calls the method by this name."""
-        return signals(self._server.metrics, self._config.scheduler.max_num_seqs)
+        """The signals of load, which the policy reads. Ray Serve calls the method by this name."""
+        metrics = self._server.metrics
+        fill = metrics.fill(self._config.scheduler.max_num_seqs)
+        return {"wait": metrics.queue_wait.seconds(), "fill": fill}
 
     async def __del__(self) -> None:
         """Ray Serve awaits it before the replica ends: requests under way finish, and no new ones
@@ -65,10 +62,12 @@ class Engine:
             await self._tell("leave")
             await self._server.__aexit__()
 
-    async def _tell(self, word: str) -> Any:
-        """Has the front do what `word` says. There is no front where the whole app ends."""
+    async def _tell(self, word: str) -> float:
+        """Has all fronts do what `word` says, and returns the sum of their answers. There is no
+        front where the whole app ends."""
         try:
-            async with asyncio.timeout(_PATIENCE):
-                return await getattr(self._front, word).remote(self._server.url)
+            told = self._front.broadcast(word, self._server.url)
+            return float(sum(filter(None, await told.results_async(timeout_s=5.0))))
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("The front does not hear: %s", error)
+            logger.warning("A front does not hear: %s", error)
+            return 0.0

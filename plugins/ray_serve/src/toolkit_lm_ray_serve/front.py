@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 from toolkit_lm_router.options import RouterOptions
@@ -12,14 +13,15 @@ from toolkit_lm_server.lifecycle import logged
 
 
 class Front:
-    """The app. Engines announce themselves."""
+    """The app. Engines announce themselves, to each front where there are several."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, engines: DeploymentHandle[Any], router: dict[str, Any]
+        self, engines: DeploymentHandle[Any], router: dict[str, Any], num_fronts: int
     ) -> None:
         """`engines`: makes Ray Serve start them. `router`: options by name."""
         self._options = RouterOptions(**router)
-        self._routing = await Routing(self._options).__aenter__()
+        name = serve.get_replica_context().replica_id.unique_id if num_fronts > 1 else ""
+        self._routing = await Routing(self._options, name).__aenter__()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The app, for Ray Serve, which calls the method by this name."""

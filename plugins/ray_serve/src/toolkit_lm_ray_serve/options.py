@@ -10,14 +10,16 @@ from toolkit_lm.config import VllmConfig, load_options, option, options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_router.options import RouterOptions
+from toolkit_lm_router.publishing import publishing
 from toolkit_lm_server.options import ServerOptions
 
 
 class Scaling(Struct, frozen=True, kw_only=True):
-    """How many engines there are, and the place of each."""
+    """How many engines and fronts there are, and the place of each."""
 
     min_replicas: Annotated[int, option("Fewest engines.", ge=1)] = 1
     max_replicas: Annotated[int, option("Most engines.", ge=1)] = 1
+    num_fronts: Annotated[int, option("Fronts, each of which takes requests.", ge=1)] = 1
     cpus: Annotated[float, option("CPUs of an engine, or of each of its ranks.", gt=0)] = 1.0
     max_wait: Annotated[float, option("Most estimated seconds in the queue.", gt=0)] = 1.0
     max_fill: Annotated[float, option("Most used part of caches and batches.", gt=0, le=1)] = 0.8
@@ -51,7 +53,10 @@ def read(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         else:
             raise ConfigError(f"{name!r} must be a dict of options, not {value!r}.")
     groups["engine"] = _of_engine(groups["engine"])
-    return groups | {group: _checked(group, groups[group]) for group in _GROUPS}
+    groups |= {group: _checked(group, groups[group]) for group in _GROUPS}
+    if groups["router"].get("kv_events"):
+        groups["engine"], groups["server"] = publishing(groups["engine"], groups["server"])
+    return groups
 
 
 def _of_engine(options: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +73,7 @@ def _of_engine(options: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if refused := values.keys() & _SET_HERE.get(group, set()):
-        name = f"{group}.{min(refused)}"
-        raise ConfigError(f"{name} is not yours to set: Ray Serve, or the app, does.")
+        raise ConfigError(f"{group}.{min(refused)} is not yours to set: Ray Serve or the app does.")
     kind = _GROUPS[group]
     made = load_options(options_of(kind), values, named=lambda option: f"{group}.{option.name}")
     # Values that do not go together are refused.

@@ -1,24 +1,12 @@
-"""How many engines the load needs: the signals of each, and the policy that reads them."""
+"""How many engines the load needs."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
-from toolkit_lm_server.metrics import Metrics
-
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
-
-
-def signals(metrics: Metrics, max_num_seqs: int) -> dict[str, float]:
-    """The load of one engine. `wait`: estimated seconds until a new request is scheduled. `fill`:
-    used part of the KV cache or of the batch's rows, whichever is fuller."""
-    wait = metrics.queue_wait.seconds()
-    if (load := metrics.load) is None:
-        return {"wait": wait, "fill": 0.0}
-    blocks = load.num_used_blocks / max(load.num_total_blocks, 1)
-    return {"wait": wait, "fill": max(blocks, min(load.num_running / max_num_seqs, 1.0))}
 
 
 class Policy:

@@ -132,6 +132,13 @@ class Metrics:
         """The latest load of all engines together. None before the first step."""
         return total_load(self.loads.copy().values())
 
+    def fill(self, max_num_seqs: int) -> float:
+        """The used part of the KV cache, or of the batch's rows, whichever is fuller: 0 to 1."""
+        if (load := self.load) is None:
+            return 0.0
+        blocks = load.num_used_blocks / max(load.num_total_blocks, 1)
+        return max(blocks, min(load.num_running / max_num_seqs, 1.0))
+
     def refused(self, status: int) -> None:
         """Counts a refused request by its `status`, where the server is the cause and not the
         request."""
