@@ -158,7 +158,8 @@ class Fronts:
             await self.cached((await self.ready())[number % 2], text)
         async with asyncio.timeout(300):
             while any(
-                now[""] < most[""] + len(texts)
+                # Each text has two chunks of 128 bytes.
+                now[""] < most[""] + 2 * len(texts)
                 for now, most in zip(await self.by_front("index_chunks"), before, strict=True)
             ):
                 await asyncio.sleep(0.1)
@@ -215,7 +216,7 @@ async def test_a_replica_killed_under_streams_loses_nothing(
 
 
 def test_fronts_that_would_each_obey_alone_are_refused():
-    with pytest.raises(ConfigError, match="admin_key: .* one of 2 routers"):
+    with pytest.raises(ConfigError, match=r"admin_key: .* one of 2 routers"):
         serve_app({"model": "tiny", "scaling.num_fronts": 2, "router.admin_key": "k"})
 
 
