@@ -36,9 +36,9 @@ def homes(found: Fleet) -> list[str]:
 
 
 def test_sessions_have_the_same_backend_in_each_router():
-    one, other = fleet(URLS), fleet(URLS[::-1])
-    assert homes(one) == homes(other)
-    counts = Counter(homes(one))
+    found = homes(fleet(URLS))
+    assert homes(fleet(URLS[::-1])) == found
+    counts = Counter(found)
     assert len(counts) == 4 and min(counts.values()) > 180
     # A router alone chooses by load.
     alone = [fleet(URLS, has_peers=False), fleet(URLS, has_peers=False)]
@@ -166,7 +166,7 @@ def test_engines_publish_for_a_router():
         },
     }
     assert server == {"ui": False, "admin_routes": True}
-    # What is given stays, a command line's words among it.
+    # Other options stay, a command line's words among them.
     words = ["kv_events.endpoint=tcp://127.0.0.1:0", "kv_events.hwm=5", "lora.max_rank=2"]
     engine, _ = publishing({"model": "tiny", "plugin_option": words}, {"admin_routes": True})
     assert engine["plugin_option"]["kv_events"]["endpoint"] == "tcp://127.0.0.1:0"

@@ -66,8 +66,8 @@ class Engine:
         """Has all fronts do what `word` says, and returns the sum of their answers. There is no
         front where the whole app ends."""
         try:
-            told = self._front.broadcast(word, self._server.url)
-            return float(sum(filter(None, await told.results_async(timeout_s=5.0))))
+            answers = self._front.broadcast(word, self._server.url)
+            return float(sum(filter(None, await answers.results_async(timeout_s=5.0))))
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("A front does not hear: %s", error)
             return 0.0

@@ -26,9 +26,9 @@ def publishing(engine: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[Op
         Plugins.load(plugins).options_class(_PLUGIN)
     except PluginError as error:
         raise ConfigError(f"router.kv_events: {error}") from error
-    given = plugins.plugin_option
-    own = {"enabled": True, "endpoint": _FREE, "replay_endpoint": _FREE, **given.get(_PLUGIN, {})}
-    made = {**engine, "plugin_option": {**given, _PLUGIN: own}}
+    before = plugins.plugin_option
+    own = {"enabled": True, "endpoint": _FREE, "replay_endpoint": _FREE, **before.get(_PLUGIN, {})}
+    made = {**engine, "plugin_option": {**before, _PLUGIN: own}}
     if not Plugins.load(VllmConfig.make(**made).plugins).options(_PLUGIN).enabled:
         raise ConfigError(
             "kv_events.enabled is false, and router.kv_events follows the events. Leave one of "
