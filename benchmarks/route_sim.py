@@ -1,13 +1,15 @@
-"""Simulates the router's policy over 1 to 1,000 engines: hit rate of prefixes, as the router
-expects it and as it is, memory of its index, and time of a decision. No engine runs.
+"""Simulates the router's policy over 1 to 1,000 engines. No engine runs.
+
+It shows the hit rate of prefixes, as routers expect it and as it is. It shows the memory of an
+index, and the time of a decision.
 
 usage: python benchmarks/route_sim.py [--engines 1 10 100 1000] [--requests 20000]
     [--routers 1] [--cache-chunks 6000] [--json]
 
-The trace: sessions of several turns, each of which repeats the conversation so far; a shared system
-prompt for each of some applications, drawn by Zipf's law. An engine has an LRU cache of prefixes of
-its own, which may be smaller than what the router remembers. Requests under way are about half of
-what the engines take.
+The trace has sessions of several turns, each of which repeats the conversation so far. Each of some
+applications, drawn by Zipf's law, has a shared system prompt. An engine has an LRU cache of
+prefixes of its own, which may be smaller than what the router remembers. Requests under way are
+about half of what the engines take.
 
 `events`: engines tell routers what they store and evict, DELAY seconds later. Of several routers, a
 random one gets each request, and each knows the loads of its own requests alone.

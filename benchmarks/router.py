@@ -10,8 +10,8 @@ Time: stubs answer at once. A third of the requests go to the stub, through a ro
 one that follows KV events, in turn. The differences of the percentiles are what the routers add.
 
 Events: one more process publishes for all backends. Each tells of `--steps` steps a second of an
-engine with 64 sequences, whose prompts have 512 tokens and answers 200: of the blocks of 16 tokens
-that the step fills, of the prompts that begin, and of as many blocks that are evicted.
+engine with 64 sequences. Prompts have 512 tokens, and answers 200. A step fills blocks of 16
+tokens, begins prompts, and evicts as many blocks.
 
 Throughput: each backend computes for 50 ms, 8 requests at a time, and all have twice as many under
 way. The same requests go to the backends in turn, and through the router.
