@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
+import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # kernels that warn.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("XFORMERS_FORCE_DISABLE_TRITON", "1")
+    # Where a test states no time, httpx waits for 5 seconds: a busy machine may take longer.
+    waits = inspect.signature(httpx.get).parameters["timeout"].default
+    waits.connect = waits.read = waits.write = waits.pool = 60.0
 
 
 REPOSITORY = {

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from ports import free_port, is_free
@@ -72,6 +73,13 @@ def test_bounds_on_the_wall_are_far_from_what_a_test_takes():
         "measure the time of processors (time.process_time), or allow more"
     )
     assert len(found) > 300
+
+
+@pytest.mark.parametrize("client", [httpx.Client, httpx.AsyncClient])
+def test_clients_wait_for_a_busy_machine(client):
+    """Those of tests that state no time: httpx would wait for 5 seconds."""
+    found = client().timeout
+    assert min(found.connect, found.read, found.write, found.pool) >= LEAST
 
 
 @pytest.mark.parametrize(
