@@ -1,8 +1,8 @@
 """Measures the gain of computing decoder layers in one call of the kernels, per decode step and
 family.
 
-usage: python benchmarks/layer_calls.py [--families llama,granite,gemma3,olmo2,mixtral] [--rows
-1,32] [--steps 30] [--turns 4]
+usage: python benchmarks/layer_calls.py [--families llama,granite,gemma3,gemma4,olmo2,mixtral]
+[--rows 1,32] [--steps 30] [--turns 4]
 
 Each family has 12 layers of the 160M shape and random weights in bf16; mixtral has 8 small experts,
 two a token. One engine in this process decodes, its layers in turn module by module and in one
@@ -49,6 +49,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 64, "sliding_window": 512}),
+    "gemma4": (
+        "Gemma4",
+        {
+            "global_head_dim": 128,
+            "num_kv_shared_layers": 4,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": 32000,
+            "sliding_window": 512,
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "intermediate_size": 1024}),
 }

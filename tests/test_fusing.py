@@ -61,6 +61,13 @@ FIELDS = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 272,
     },
+    "Gemma4ForCausalLM": {
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 272,
+        "layer_types": ["full_attention"] * 2,
+    },
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": ROUTED,
 }
@@ -77,8 +84,14 @@ OTHER_ATTENTION = {
     "MiniCPM3ForCausalLM",
 }
 """Relatives of Llama whose attention no kernel computes in one call with the layer."""
-FAMILIES = sorted({*MODELS, "MixtralForCausalLM", "Qwen3MoeForCausalLM"})
-WALKED = ("Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma2ForCausalLM", "Olmo2ForCausalLM")
+FAMILIES = sorted({*MODELS, "Gemma4ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"})
+WALKED = (
+    "Qwen3ForCausalLM",
+    "GraniteForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Olmo2ForCausalLM",
+)
 """Families that together have every kind of layer, and every module that one is made of."""
 PROMPTS = [
     {"prompt_token_ids": [3 + (7 * i + length) % 260 for i in range(length)]} for length in (5, 12)
@@ -326,6 +339,35 @@ def test_a_head_that_computes_in_its_own_way_is_called(folder):
         for kernels in ("cpu", "torch")
     )
     assert ours == theirs != run(folder(architecture), architecture, base)[0]
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma4ForCausalLM"])
+def test_the_likeliest_token_takes_no_logits_where_nothing_caps_them(
+    folder, monkeypatch, architecture
+):
+    """Nor where a subclass computes them in its own way."""
+    model = load_checkpoint(class_of(architecture), folder(architecture), kernels="cpu")
+    calls = Counter()
+    hidden = torch.randn(3, SHAPE["hidden_size"])
+    monkeypatch.setattr(
+        type(model.lm_head.method),
+        "apply",
+        lambda *given, apply=type(model.lm_head.method).apply, **named: (
+            calls.update(["logits"]) or apply(*given, **named)
+        ),
+    )
+    for found, expected in zip(
+        model.likeliest(hidden), model.kernels.likeliest(model.compute_logits(hidden)), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert calls["logits"] == (1 if model.soft_cap is None else 2)
+
+    class Backwards(type(model)):
+        def compute_logits(self, hidden_states):
+            return -super().compute_logits(hidden_states)
+
+    model.__class__ = Backwards
+    assert torch.equal(model.likeliest(hidden)[1], model.compute_logits(hidden).argmax(-1))
 
 
 @pytest.mark.parametrize("architecture", WALKED)

@@ -72,6 +72,8 @@ def run_layer(
     angle_stride: int,
     angle_size: int,
     slots: int,
+    embedding: int,
+    embedding_stride: int,
 ) -> None: ...
 def attend(
     type: int,

@@ -94,18 +94,25 @@ class Layer(NamedTuple):
     heads: int
     kv_heads: int
     head_size: int
+    projected: int
     activation: int
     factor: float
     input: NormPart
     post: NormPart
     queries: NormPart
     keys: NormPart
+    values: NormPart
     attended: NormPart
     fed: NormPart
     qkv: LinearPart
     out: LinearPart
     gate_up: LinearPart
     down: LinearPart
+    scalar: int
+    gate: LinearPart
+    projection: LinearPart
+    gated: NormPart
+    embedding_size: int
     key_pages: int
     value_pages: int
     key_page: int

@@ -6,18 +6,30 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from toolkit_lm.attention import AttentionType, current
+from toolkit_lm.attention import AttentionType, LayerParams, current
 from toolkit_lm.model import LayerParts, LinearBase, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_cpu.added import Added
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.arguments import Layer, LinearPart, NormPart, Quantized
-from toolkit_lm_cpu.backend import Codes, CpuBackend, Metadata
+from toolkit_lm_cpu.backend import CpuBackend, Metadata
 from toolkit_lm_cpu.float8 import Float8Panels
 from toolkit_lm_cpu.library import _kernels, usable_types
 from toolkit_lm_cpu.panels import ACTIVATIONS, LANES, PanelLinear
 from toolkit_lm_cpu.quantized import QuantizedPanels, size_of_codes
+
+_CACHE_FIELDS = (
+    "key_pages",
+    "value_pages",
+    "key_page",
+    "value_page",
+    "block_tiles",
+    "code",
+    "key_scales",
+    "value_scales",
+    "scale_page",
+)
 
 
 class Inputs(NamedTuple):
@@ -80,7 +92,7 @@ class FusedDecoderLayer:
         self.dtype = parts.qkv.spec.dtype
         self.head_size = attention.head_size
         hidden = parts.qkv.input_size
-        inner = 0 if parts.down is None else parts.down.input_size
+        inner = max(0 if parts.down is None else parts.down.input_size, _embedding_size(parts))
         width = (
             2 * hidden
             + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size
@@ -103,15 +115,10 @@ class FusedDecoderLayer:
         parts = self._parts
         attention = parts.attn.params
         hidden = parts.qkv.input_size
-        query_norm, key_norm = parts.head_norms or (None, None)
+        query_norm, key_norm, *_ = *(parts.head_norms or ()), None, None
+        gate, projection, gate_norm = parts.gate or (None, None, None)
         attended_norm, fed_norm = parts.out_norms or (None, None)
-        keys: Tensor | None = None
-        values: Tensor | None = None
-        codes = Codes()
-        if kv_cache is not None:
-            backend.see(kv_cache)
-            keys, values = kv_cache[:2]
-            codes = backend.codes(attention, kv_cache)
+        cache = _cache(backend, attention, kv_cache)
         self._layer = _kernels.layer(
             Layer(
                 type=self._type,
@@ -122,27 +129,26 @@ class FusedDecoderLayer:
                 heads=attention.num_heads,
                 kv_heads=attention.num_kv_heads,
                 head_size=attention.head_size,
+                projected=parts.qkv.output_size,
                 activation=ACTIVATIONS[None if parts.gate_up is None else parts.gate_up.activation],
                 factor=0.0 if parts.multiplier == 1 else parts.multiplier,
                 input=_norm(parts.input_norm),
                 post=_norm(parts.post_norm),
                 queries=_norm(query_norm),
                 keys=_norm(key_norm),
+                values=_norm(parts.value_norm),
                 attended=_norm(attended_norm),
                 fed=_norm(fed_norm),
                 qkv=_product(parts.qkv),
                 out=_product(parts.out),
                 gate_up=_product(parts.gate_up),
                 down=_product(parts.down),
-                key_pages=0 if keys is None else keys.data_ptr(),
-                value_pages=0 if values is None else values.data_ptr(),
-                key_page=0 if keys is None else keys.stride(0),
-                value_page=0 if values is None else values.stride(0),
-                block_tiles=0 if keys is None else keys.shape[2],
-                code=codes.code,
-                key_scales=codes.key_scales,
-                value_scales=codes.value_scales,
-                scale_page=codes.scale_page,
+                scalar=0 if parts.scalar is None else parts.scalar.data_ptr(),
+                gate=_product(gate),
+                projection=_product(projection),
+                gated=_norm(gate_norm),
+                embedding_size=_embedding_size(parts),
+                **cache,
                 scale=attention.scale,
                 soft_cap=attention.soft_cap or 0.0,
                 window=attention.window or 0,
@@ -152,10 +158,18 @@ class FusedDecoderLayer:
         self._bound = backend
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation
-    ) -> tuple[Tensor, Tensor] | None:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        embedding: Tensor | None = None,
+        shared: object = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """`shared`: a step's keys and values, which other layers read where there is no cache."""
         binding, meta = current(self.name)
-        y, total = (torch.empty_like(x), x) if residual is None else (x, residual)
+        sums = self._parts.scalar is not None
+        y = torch.empty_like(x) if residual is None and not sums else x
+        total = x if residual is None else residual
         workspace = self._workspace
         inputs = workspace.inputs
         if (
@@ -168,6 +182,9 @@ class FusedDecoderLayer:
         backend = binding.backend
         if type(backend) is not CpuBackend or inputs is None or x.dtype is not self.dtype:
             return None
+        has_keys = shared is None or binding.kv_cache is not None
+        if not has_keys or (embedding is not None and embedding.stride(1) != 1):
+            return None
         if self._bound is not backend:
             self._bind(backend, binding.kv_cache)
         step = cast(Metadata, meta)
@@ -175,17 +192,11 @@ class FusedDecoderLayer:
             # Others may have changed the model's.
             self._sinks.copy_(self._parts.attn.params.sinks)
         tokens = len(x)
-        adapted = None
-        for linear in self._products:
-            added = linear.method.added
-            if added is not None and added.step.num_rows == tokens:
-                adapted = _adapted([linear.method.added for linear in self._products])
-                break
         to, summed, cos, sin, angle_stride, angle_size = inputs.addresses
         _kernels.run_layer(
             self._layer,
             step.rows,
-            adapted,
+            self._adapted(tokens),
             x=summed if residual is None else to,
             residual=summed,
             y=to,
@@ -197,8 +208,20 @@ class FusedDecoderLayer:
             angle_stride=angle_stride,
             angle_size=angle_size,
             slots=step.slots_at,
+            embedding=0 if embedding is None else embedding.data_ptr(),
+            embedding_stride=0 if embedding is None else embedding.stride(0),
         )
+        if sums:
+            return total, None
         return y if self._parts.feed_forward is None else self._parts.feed_forward(y), total
+
+    def _adapted(self, tokens: int) -> tuple[object, ...] | None:
+        """Adapters of a step of so many tokens; None: there are none."""
+        for linear in self._products:
+            added = linear.method.added
+            if added is not None and added.step.num_rows == tokens:
+                return _adapted([linear.method.added for linear in self._products])
+        return None
 
 
 def fits(parts: LayerParts) -> bool:
@@ -206,11 +229,16 @@ def fits(parts: LayerParts) -> bool:
     products = _products(parts)
     # Nothing follows a feed-forward that its module computes.
     if (parts.gate_up is None or parts.down is None) and (
-        parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None
+        parts.multiplier != 1
+        or parts.out_norms is not None
+        or parts.post_norm is None
+        or parts.scalar is not None
     ):
         return False
     params = parts.attn.params
     size = parts.attn.params.head_size
+    if not _has_known_keys(parts) or (parts.gate is not None and parts.scalar is None):
+        return False
     return (
         all(
             isinstance(linear.method, QuantizedPanels)
@@ -230,18 +258,36 @@ def fits(parts: LayerParts) -> bool:
     )
 
 
+def _has_known_keys(parts: LayerParts) -> bool:
+    """Whether the kernels know which of queries, keys and values the layer projects."""
+    params = parts.attn.params
+    queries, keys = (heads * params.head_size for heads in (params.num_heads, params.num_kv_heads))
+    if parts.attn.shares_with is not None:
+        return parts.qkv.output_size == queries
+    # Values that are keys are the norm's output.
+    return parts.qkv.output_size == queries + 2 * keys or (
+        parts.value_norm is not None and parts.qkv.output_size == queries + keys
+    )
+
+
 def _products(parts: LayerParts) -> list[LinearBase]:
     products: list[LinearBase] = [parts.qkv, parts.out]
     if parts.gate_up is not None and parts.down is not None:
         products += parts.gate_up, parts.down
+    if parts.gate is not None:
+        products += parts.gate[:2]
     return products
+
+
+def _embedding_size(parts: LayerParts) -> int:
+    return 0 if parts.gate is None else parts.gate[1].input_size
 
 
 def _adapted(added: Sequence[Added | None]) -> tuple[object, ...]:
     """Adapters' shares of the products, as the kernels read them."""
     groups = next(those.step.groups for those in added if those is not None)
     low_ranks = [None if those is None else those.low_ranks for those in added]
-    return groups, *low_ranks, *([None] * (4 - len(low_ranks)))
+    return groups, *low_ranks, *([None] * (6 - len(low_ranks)))
 
 
 def _types(parts: LayerParts) -> set[int]:
@@ -268,6 +314,19 @@ def _norm(norm: RMSNorm | None) -> NormPart:
         eps=norm.eps,
         is_wide=weight.dtype is torch.float32,
     )
+
+
+def _cache(
+    backend: CpuBackend, attention: LayerParams, kv_cache: tuple[Tensor, ...] | None
+) -> dict[str, int]:
+    """The cache's fields of Layer."""
+    if kv_cache is None:
+        return dict.fromkeys(_CACHE_FIELDS, 0)
+    backend.see(kv_cache)
+    keys, values = kv_cache[:2]
+    codes = backend.codes(attention, kv_cache)
+    pages = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), keys.shape[2]
+    return dict(zip(_CACHE_FIELDS, (*pages, *codes), strict=True))
 
 
 def _product(linear: LinearBase | None) -> LinearPart:

@@ -102,6 +102,8 @@ def fits(parts: LayerParts) -> bool:
     """Whether such a layer computes what the modules do."""
     are_there = None not in (parts.input_norm, parts.post_norm, parts.gate_up, parts.down)
     adds_plainly = parts.multiplier == 1 and parts.out_norms is None
+    ends_plainly = parts.scalar is None and parts.gate is None
+    has_plain_keys = parts.attn.shares_with is None and parts.value_norm is None
     norms_heads = all(
         len(norm.weight) == parts.attn.params.head_size for norm in parts.head_norms or ()
     )
@@ -109,5 +111,7 @@ def fits(parts: LayerParts) -> bool:
         parts.attn.params.attention_type is AttentionType.DECODER
         and are_there
         and adds_plainly
+        and ends_plainly
+        and has_plain_keys
         and norms_heads
     )

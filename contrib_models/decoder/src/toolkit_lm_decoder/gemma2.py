@@ -4,7 +4,7 @@ layer."""
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from toolkit_lm.config import VllmConfig
@@ -124,6 +124,15 @@ class CappedForCausalLM(LlamaForCausalLM):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = super().compute_logits(hidden_states)
         return logits if self.soft_cap is None else self.kernels.soft_cap(logits, self.soft_cap)
+
+    def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        # A cap makes different logits equal.
+        own = getattr(self.compute_logits, "__func__", None)
+        if self.soft_cap is None and own is CappedForCausalLM.compute_logits:
+            head: Any = self.lm_head
+            found: tuple[Tensor, Tensor] = head.likeliest(hidden_states)
+            return found
+        return super().likeliest(hidden_states)
 
 
 class Gemma2ForCausalLM(CappedForCausalLM):

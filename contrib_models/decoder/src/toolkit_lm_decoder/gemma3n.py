@@ -171,8 +171,13 @@ class Gemma3nDecoderLayer(PerLayerDecoderLayer):
         self.laurel = Laurel(vllm_config=vllm_config, prefix=join(prefix, "laurel"))
 
     def forward(
-        self, streams: Tensor, rotation: Rotation, embedding: Tensor, shared: SharedKV
-    ) -> Tensor:
+        self,
+        streams: Tensor,
+        residual: None,
+        rotation: Rotation,
+        embedding: Tensor,
+        shared: SharedKV,
+    ) -> tuple[Tensor, None]:
         active = self.altup.active
         predicted = self.altup.predict(streams)
         normed = self.input_layernorm(predicted[:, active])
@@ -183,7 +188,7 @@ class Gemma3nDecoderLayer(PerLayerDecoderLayer):
         added = self.gated(self.altup.scaled(corrected[:, active]), embedding)
         # In place on the view: an assignment to it would be traced for more than one token alone.
         corrected[:, 1:].add_(added.unsqueeze(1))
-        return corrected
+        return corrected, None
 
 
 class Gemma3nModel(PerLayerModel):

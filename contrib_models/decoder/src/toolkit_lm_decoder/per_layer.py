@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from toolkit_lm.attention import Attention
+from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import (
     Absent,
+    Epilogue,
     HFConfig,
     IntermediateTensors,
     LinearBase,
@@ -22,6 +24,7 @@ from toolkit_lm.model import (
     RMSNorm,
     Rotation,
     RowParallelLinear,
+    Rows,
     Shard,
     ShardLoader,
     VocabParallelEmbedding,
@@ -65,19 +68,17 @@ class Float32RMSNorm(RMSNorm):
         self.weight = new_parameter((size,), torch.float32, loader)
 
 
-class UnitRMSNorm(nn.Module):
+class UnitRMSNorm(RMSNorm):
     """RMSNorm without a weight: x / rms(x) over the last axis, of length `size`."""
 
-    weight: Tensor
+    weight: Tensor  # type: ignore[assignment]
 
     def __init__(self, size: int, *, eps: float) -> None:
-        super().__init__()
+        # The norm's own would make a parameter, which checkpoints do not have.
+        nn.Module.__init__(self)
         self.eps = eps
         self.kernels = choose_kernels()
         self.register_buffer("weight", torch.ones(size, dtype=torch.float32), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 def window_of(config: HFConfig, layer: int, pattern: int) -> int | None:
@@ -97,10 +98,11 @@ def first_reader(config: HFConfig) -> int:
     return layers - readers
 
 
-class SharedKVAttention(nn.Module):
+class SharedKVAttention(Bypassable):
     """Grouped-query self-attention with normed queries, keys and values: x [T, H] -> [T, H]. The
     last layers read the cache of the last layer of their kind before them."""
 
+    seams = frozenset({"pattern", "window", "head_size_of", "num_kv_heads_of", "has_values"})
     pattern: ClassVar[int] = 5
     """Without `layer_types`, one of so many layers has no window."""
 
@@ -194,7 +196,8 @@ class SharedKVAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation, shared: SharedKV) -> Tensor:
-        """Adds its keys and values to `shared`, or reads those of its kind."""
+        """Adds its keys and values to `shared`, or reads those of its kind. Where these are not
+        there, a kernel has computed their layer, and the cache has them."""
         projected: Tensor = self.get_submodule(self.name)(x)
         parts = torch.split(projected, self.sizes, dim=-1)
         heads = [part.view(len(x), -1, self.head_size) for part in parts]
@@ -202,8 +205,27 @@ class SharedKVAttention(nn.Module):
         if not self.reads:
             v = self.v_norm(heads[-1])
             shared[self.kind] = rotation.rotate(self.k_norm(heads[1])), v
-        out: Tensor = self.o_proj(self.attn(q, *shared[self.kind]))
+        out: Tensor = self.o_proj(self.attn(q, *shared.get(self.kind, (None, None))))
         return out
+
+
+class ActivatedLinear(ReplicatedLinear):
+    """A linear layer with an activation: x [T, inputs] -> activation(x W^T) [T, outputs]."""
+
+    seams = frozenset()
+
+    def __init__(
+        self, inputs: int, outputs: int, *, activation: str, vllm_config: VllmConfig, prefix: str
+    ) -> None:
+        """`activation` is a name that `get_activation` knows."""
+        super().__init__(inputs, outputs, vllm_config=vllm_config, prefix=prefix)
+        get_activation(activation)
+        self.epilogue = Epilogue(activation)
+
+    def forward(self, x: Tensor, rows: Rows | Tensor | None = None) -> Tensor:
+        return self.method.apply(
+            x, self.bias, self.epilogue, rows=self.rows if rows is None else rows
+        )
 
 
 class PerLayerDecoderLayer(nn.Module):
@@ -226,10 +248,10 @@ class PerLayerDecoderLayer(nn.Module):
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
         if size := per_layer_size(config):
             hidden_size = config.require("hidden_size", int)
-            self.activation = get_activation(activation_of(config))
-            self.per_layer_input_gate = ReplicatedLinear(
+            self.per_layer_input_gate = ActivatedLinear(
                 hidden_size,
                 size,
+                activation=activation_of(config),
                 vllm_config=vllm_config,
                 prefix=join(prefix, "per_layer_input_gate"),
             )
@@ -243,8 +265,8 @@ class PerLayerDecoderLayer(nn.Module):
 
     def gated(self, x: Tensor, embedding: Tensor) -> Tensor:
         """The summand of x [T, H] that the layer's embedding [T, P] makes."""
-        embedding = self.activation(self.per_layer_input_gate(x)) * embedding
-        out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(embedding))
+        gated = self.per_layer_input_gate(x) * embedding
+        out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return out
 
 
@@ -258,8 +280,8 @@ def activation_of(config: HFConfig) -> str:
 
 
 class PerLayerModel(Gemma3Model):
-    """A decoder whose layers get an embedding of the token each: `layer(x, rotation, embedding [T,
-    P] or None, shared)`."""
+    """A decoder whose layers get an embedding of the token each: `layer(x, None, rotation,
+    embedding [T, P] or None, shared)` gives (x, None)."""
 
     def __init__(
         self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = ""
@@ -343,7 +365,7 @@ class PerLayerModel(Gemma3Model):
         shared: SharedKV = {}
         owned: tuple[Any, ...] = self.layers.owned
         for layer, rotation in zip(owned, self.rotations(positions), strict=True):
-            x = layer(x, rotation, split[layer.index], shared)
+            x, _ = layer(x, None, rotation, split[layer.index], shared)
         if not self.is_last:
             own = {} if embeddings is None else {"per_layer_inputs": embeddings}
             return {"hidden_states": x, **own}

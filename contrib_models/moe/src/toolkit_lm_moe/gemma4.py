@@ -9,7 +9,9 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
+    FusibleLayer,
     HFConfig,
+    LayerParts,
     ReplicatedLinear,
     RMSNorm,
     Rotation,
@@ -122,7 +124,8 @@ def _vector(size: int, dtype: torch.dtype) -> nn.Parameter:
     return new_parameter((size,), dtype, ShardLoader((Shard.whole(size),)))
 
 
-class Gemma4DecoderLayer(PerLayerDecoderLayer):
+class Gemma4DecoderLayer(PerLayerDecoderLayer, FusibleLayer):
+    seams = frozenset({"norms", "parts"})
     post_feedforward_layernorm_1: RMSNorm
     post_feedforward_layernorm_2: RMSNorm
     pre_feedforward_layernorm_2: RMSNorm
@@ -150,9 +153,38 @@ class Gemma4DecoderLayer(PerLayerDecoderLayer):
             prefix=join(prefix, "experts"),
         )
 
+    def parts(self) -> LayerParts | None:
+        attention: Any = self.self_attn
+        mlp: Any = self.mlp
+        if self.has_experts:
+            return None
+        gate = None
+        if hasattr(self, "per_layer_input_gate"):
+            norm = self.post_per_layer_input_norm
+            gate = self.per_layer_input_gate, self.per_layer_projection, norm
+        return LayerParts(
+            input_norm=self.input_layernorm,
+            qkv=attention.get_submodule(attention.name),
+            head_norms=(attention.q_norm, *(() if attention.reads else (attention.k_norm,))),
+            value_norm=None if attention.reads else attention.v_norm,
+            attn=attention.attn,
+            out=attention.o_proj,
+            post_norm=self.pre_feedforward_layernorm,
+            out_norms=(self.post_attention_layernorm, self.post_feedforward_layernorm),
+            gate_up=mlp.gate_up_proj,
+            down=mlp.down_proj,
+            scalar=self.layer_scalar,
+            gate=gate,
+        )
+
     def forward(
-        self, x: Tensor, rotation: Rotation, embedding: Tensor | None, shared: SharedKV
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        residual: None,
+        rotation: Rotation,
+        embedding: Tensor | None,
+        shared: SharedKV,
+    ) -> tuple[Tensor, None]:
         attended = self.self_attn(self.input_layernorm(x), rotation, shared)
         x = x + self.post_attention_layernorm(attended)
         out = self.mlp(self.pre_feedforward_layernorm(x))
@@ -162,7 +194,7 @@ class Gemma4DecoderLayer(PerLayerDecoderLayer):
         x = x + self.post_feedforward_layernorm(out)
         if embedding is not None:
             x = x + self.gated(x, embedding)
-        return x * self.layer_scalar
+        return x * self.layer_scalar, None
 
 
 class Gemma4Model(PerLayerModel):

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from toolkit_lm.attention import Attention
 from toolkit_lm.bypass import Bypassable, alteration, module_alteration
 from toolkit_lm.model.kernels import FusedLayer, Kernels
-from toolkit_lm.model.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from toolkit_lm.model.linear import GatedColumnParallelLinear, LinearBase, RowParallelLinear
 from toolkit_lm.model.linear_method import LinearMethod
 from toolkit_lm.model.norm import RMSNorm
 from toolkit_lm.model.rotary import Rotation
@@ -29,10 +29,12 @@ class LayerParts:
 
     input_norm: RMSNorm | None
     """None: qkv takes the sum without a norm."""
-    qkv: QKVParallelLinear
-    head_norms: tuple[RMSNorm, RMSNorm] | None
-    """Norms of queries and of keys: of each head, or, if the weights are as long as all heads, of
-    these together."""
+    qkv: LinearBase
+    """Its outputs are queries, keys and values. Without values, these are the keys before norm and
+    rotation. Queries alone: `attn` reads the keys and values of the layer that it shares with."""
+    head_norms: tuple[RMSNorm, ...] | None
+    """Norms of queries and, if there are any, of keys: of each head, or, if the weights are as long
+    as all heads, of these together."""
     attn: Attention
     out: RowParallelLinear
     post_norm: RMSNorm | None
@@ -47,24 +49,32 @@ class LayerParts:
     out_norms: tuple[RMSNorm, RMSNorm] | None = None
     """Norms of the outputs of `out` and `down`, times the multiplier, before they are added to the
     residual."""
+    value_norm: RMSNorm | None = None
+    """Norm of each head's values."""
+    scalar: nn.Parameter | None = None
+    """Factor [1] of the sum at the layer's end. The layer then returns the sum, and None as the
+    residual."""
+    gate: tuple[LinearBase, LinearBase, RMSNorm] | None = None
+    """Layers a and b, and a norm: norm(b(f(a(sum)) * embedding)) is added to the sum before the
+    scalar, where f is the activation of gate_up. The layer is called with the embedding [T, inputs
+    of b] after the rotation."""
 
     def methods(self) -> tuple[LinearMethod, ...]:
         """The linear methods of the layer's linear layers."""
-        layers = self.qkv, self.out, self.gate_up, self.down
-        return tuple(layer.method for layer in layers if layer is not None)
+        layers = self.qkv, self.out, self.gate_up, self.down, *(self.gate or ())
+        return tuple(layer.method for layer in layers if isinstance(layer, LinearBase))
 
     def refusal(self) -> str | None:
         """Returns why kernels may not replace one of the parts; None: they may."""
-        if self.attn.shares_with is not None:
-            return f"it reads the KV cache of {self.attn.shares_with}"
+        *products, gate_norm = self.gate or (None,)
         norms = self.input_norm, self.post_norm, *(self.head_norms or ()), *(self.out_norms or ())
         parts: list[tuple[nn.Module | None, type[nn.Module]]] = [
-            (self.qkv, QKVParallelLinear),
+            *((product, LinearBase) for product in (self.qkv, *products)),
             (self.attn, Attention),
             (self.out, RowParallelLinear),
             (self.gate_up, GatedColumnParallelLinear),
             (self.down, RowParallelLinear),
-            *((norm, RMSNorm) for norm in norms),
+            *((norm, RMSNorm) for norm in (*norms, self.value_norm, gate_norm)),
         ]
         for part, kind in parts:
             if part is None:
@@ -130,8 +140,9 @@ class FusibleLayer(Bypassable):
         return None
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, *own: Any
+    ) -> tuple[Tensor, Any]:
+        """`own`: further inputs of the layer's kind."""
         if (
             self.fused is not None
             and not torch.compiler.is_compiling()
@@ -139,9 +150,9 @@ class FusibleLayer(Bypassable):
         ):
             # Inlines `may_bypass`, to save a call per layer and step.
             is_free = self._seen == RemovableHandle.next_id or self.may_bypass()
-            if is_free and (done := self.fused(x, residual, rotation)) is not None:
+            if is_free and (done := self.fused(x, residual, rotation, *own)) is not None:
                 return done
-        out: tuple[Tensor, Tensor] = super().__call__(x, residual, rotation)
+        out: tuple[Tensor, Any] = super().__call__(x, residual, rotation, *own)
         return out
 
 

@@ -29,9 +29,10 @@ from toolkit_lm.model.sources import Sources
 if TYPE_CHECKING:
     from toolkit_lm.plugin import ModelRegistry
 
-FusedLayer = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor] | None]
-"""(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to
-both. None: the modules must compute this step.
+FusedLayer = Callable[..., tuple[Tensor, Any] | None]
+"""(x [T, H], residual [T, H] or None, Rotation, and further inputs of the layer's kind) -> (x,
+residual or None) after the layer. It may write to x and residual. None: the modules must compute
+this step.
 
 It is not called while a compiler traces the model.
 """

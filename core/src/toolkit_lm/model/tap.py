@@ -66,8 +66,8 @@ class Taps:
             layer.fused = self._fused_and_tapped(layer.fused, buffer)
 
     def _fused_and_tapped(self, fused: FusedLayer, buffer: Tensor) -> FusedLayer:
-        def call(x: Tensor, residual: Tensor | None, rotation: Any) -> tuple[Tensor, Tensor] | None:
-            if (done := fused(x, residual, rotation)) is not None and self.are_read:
+        def call(*inputs: Any) -> tuple[Tensor, Any] | None:
+            if (done := fused(*inputs)) is not None and self.are_read:
                 write(*done, buffer)
             return done
 

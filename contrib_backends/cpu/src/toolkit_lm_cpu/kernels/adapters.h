@@ -129,16 +129,17 @@ static int read_adapted(PyObject *groups, PyObject *low_ranks, Linear *l) {
 }
 
 static int read_layer_adapters(PyObject *given, LayerStep *s) {
-    const LowRanks **of[] = {&s->qkv, &s->out, &s->gate_up, &s->down};
+    const LowRanks **of[] = {&s->qkv, &s->out, &s->gate_up, &s->down, &s->gate, &s->projection};
+    const int count = sizeof of / sizeof *of;
     s->groups = NULL;
-    s->qkv = s->out = s->gate_up = s->down = NULL;
+    for (int i = 0; i < count; i++) *of[i] = NULL;
     if (given == Py_None) return 1;
-    if (!PyTuple_Check(given) || PyTuple_Size(given) != 5) {
-        PyErr_SetString(PyExc_TypeError, "a tuple of five is needed");
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != count + 1) {
+        PyErr_SetString(PyExc_TypeError, "a tuple of seven is needed");
         return 0;
     }
     if (!read_groups(PyTuple_GetItem(given, 0), s->tokens, &s->groups)) return 0;
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < count; i++)
         if (!read_low_ranks(PyTuple_GetItem(given, i + 1), s->groups, of[i])) return 0;
     return 1;
 }

@@ -50,14 +50,16 @@
 #define LOW_RANK_FIELDS(F) F(type) F(low) F(inputs) F(rank) F(first) F(second) F(third)
 #define LAYER_FIELDS(F)                                                                            \
     F(type) F(attention_type) F(element)                                                           \
-    F(hidden) F(inner) F(heads) F(kv_heads) F(head_size) F(activation) F(factor)                   \
-    F(input) F(post) F(queries) F(keys) F(attended) F(fed) F(qkv) F(out) F(gate_up) F(down)        \
+    F(hidden) F(inner) F(heads) F(kv_heads) F(head_size) F(projected) F(activation) F(factor)      \
+    F(input) F(post) F(queries) F(keys) F(values) F(attended) F(fed)                               \
+    F(qkv) F(out) F(gate_up) F(down)                                                               \
+    F(scalar) F(gate) F(projection) F(gated) F(embedding_size)                                     \
     F(key_pages) F(value_pages) F(key_page) F(value_page) F(block_tiles)                           \
     F(code) F(key_scales) F(value_scales) F(scale_page)                                            \
     F(scale) F(soft_cap) F(window) F(sinks)
 #define LAYER_STEP_FIELDS(F)                                                                       \
     F(x) F(residual) F(y) F(adds) F(tokens) F(workspace)                                           \
-    F(cos) F(sin) F(angle_stride) F(angle_size) F(slots)
+    F(cos) F(sin) F(angle_stride) F(angle_size) F(slots) F(embedding) F(embedding_stride)
 #define STATES_FIELDS(F)                                                                           \
     F(tokens) F(blocks) F(starts) F(rows) F(length) F(ring) F(places) F(page)
 #define CONVOLVE_FIELDS(F)                                                                         \

@@ -85,6 +85,25 @@ TARGET static void NAME(quantize)(void *job, long item) {
         NAME(quantize_row)(l, (const ELEMENT *)l->x + row * l->x_stride, row);
 }
 
+/* A row, times one element, in place. */
+TARGET INLINE void NAME(scale)(ELEMENT *x, long size, const void *factor) {
+    ELEMENT first[LANES] = {*(const ELEMENT *)factor};
+    const Floats by = splat(first_lane(FLOATS(first)));
+    for (long i = 0; i < size; i += LANES) STORE(x + i, mul_lanes(FLOATS(x + i), by));
+}
+
+/* Some rows, times those of another matrix, in place. */
+TARGET static void NAME(times)(void *job, long item) {
+    const Times *t = job;
+    const long end = (item + 1) * SOME_ROWS < t->rows ? (item + 1) * SOME_ROWS : t->rows;
+    for (long row = item * SOME_ROWS; row < end; row++) {
+        ELEMENT *x = (ELEMENT *)t->x + row * t->x_stride;
+        const ELEMENT *by = (const ELEMENT *)t->by + row * t->by_stride;
+        for (long i = 0; i < t->size; i += LANES)
+            STORE(x + i, mul_lanes(FLOATS(x + i), FLOATS(by + i)));
+    }
+}
+
 /*
  * Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias,
  * weight * (x - mean) / sqrt(variance + eps) + bias.
@@ -104,6 +123,7 @@ TARGET static void NAME(norm)(void *job, long item) {
             ELEMENT *to = (ELEMENT *)n->sum + token * n->out_stride;
             for (long i = 0; i < n->size; i += LANES)
                 STORE(to + i, add_lanes(FLOATS(x + i), FLOATS(residual + i)));
+            if (n->factor != NULL) NAME(scale)(to, n->size, n->factor);
             x = to;
         }
         if (n->weight == NULL) continue;

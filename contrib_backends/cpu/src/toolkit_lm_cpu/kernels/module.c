@@ -72,6 +72,7 @@
 
 #define norm_amx norm_bf16
 #define combine_amx combine_bf16
+#define times_amx times_bf16
 #define soft_cap_amx soft_cap_bf16
 #define quantize_amx quantize_bf16
 #define rotate_amx rotate_bf16
@@ -104,6 +105,7 @@ static const Item pack_types[] = TYPES_OF(pack);
 static const Item norm_types[] = TYPES_OF(norm);
 static const Item soft_cap_types[] = TYPES_OF(soft_cap);
 static const Item combine_types[] = TYPES_OF(combine);
+static const Item times_types[] = TYPES_OF(times);
 static const Item quantize_types[] = TYPES_OF(quantize);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
@@ -555,7 +557,7 @@ static PyMethodDef methods[] = {
     {"layer", layer, METH_O, "layer(Layer) -> a layer for run_layer: see layer.h."},
     {"run_layer", AS_KEYWORDS(run_layer),
      "run_layer(layer, Rows, adapted, *, ...): see layer.h. `adapted`: None, or row_groups, and "
-     "low_ranks or None of qkv, out, gate_up and down."},
+     "low_ranks or None of qkv, out, gate_up, down, gate and projection."},
     {"attend", AS_KEYWORDS(attend), "attend(type, Rows, *, ...): see step.h."},
     {"write_kv", AS_KEYWORDS(write_kv), "write_kv(type, *, ...): see step.h."},
     {NULL, NULL, 0, NULL},

@@ -20,6 +20,7 @@ typedef struct {
     long out_stride; /* from token to token; heads follow each other */
     long tokens, heads, size;
     float eps;
+    const void *factor;    /* of the sum; or NULL */
     int is_wide;           /* the weight is float */
     const Linear *product; /* of quantized weights, whose x is `out`; or NULL */
 } Norm;
@@ -30,6 +31,12 @@ typedef struct {
     long x_stride, head_stride, angle_stride;
     long tokens, heads, size;
 } Rotate;
+
+typedef struct {
+    void *x;        /* [rows, size] */
+    const void *by; /* [rows, size] */
+    long x_stride, by_stride, rows, size;
+} Times;
 
 typedef struct {
     const void *scores; /* [rows, size] */

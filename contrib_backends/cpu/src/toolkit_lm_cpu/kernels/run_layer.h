@@ -23,11 +23,25 @@ static void run_norm(const Layer *l, NormPart part, const void *x, const void *r
         share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
 }
 
-/* Normalizes parts of `part.size` among `width` elements of each token, in place. */
-static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long width,
-                          long tokens) {
+/* x += what is added, both [tokens, hidden]; and then x *= the factor, unless it is NULL. */
+static void run_sum(const Layer *l, void *x, const void *added, const void *factor, long tokens) {
+    Norm n = {.x = added,
+              .residual = x,
+              .sum = x,
+              .factor = factor,
+              .x_stride = l->hidden,
+              .residual_stride = l->hidden};
+    n.out_stride = n.size = l->hidden;
+    n.tokens = tokens;
+    n.heads = 1;
+    share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
+}
+
+/* Normalizes parts of `part.size` among `width` elements of each token; `out` has x's strides. */
+static void run_head_norm(const Layer *l, NormPart part, const void *x, void *out, long stride,
+                          long width, long tokens) {
     Norm n = {.x = x,
-              .out = x,
+              .out = out,
               .weight = part.weight,
               .x_stride = stride,
               .head_stride = part.size,
@@ -93,8 +107,11 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
                tokens = s->tokens;
     char *keys = qkv + q * l->element, *values = keys + kv * l->element,
          *attended = qkv + tokens * wide * l->element;
-    run_head_norm(l, l->queries, qkv, wide, q, tokens);
-    run_head_norm(l, l->keys, keys, wide, kv, tokens);
+    run_head_norm(l, l->queries, qkv, qkv, wide, q, tokens);
+    if (l->projected > q) {
+        run_head_norm(l, l->values, l->projected < wide ? keys : values, values, wide, kv, tokens);
+        run_head_norm(l, l->keys, keys, keys, wide, kv, tokens);
+    }
     Rotate r = {.x = qkv,
                 .cos = s->cos,
                 .sin = s->sin,
@@ -102,7 +119,7 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
                 .head_stride = l->head_size,
                 .angle_stride = s->angle_stride};
     r.tokens = tokens;
-    r.heads = l->heads + l->kv_heads;
+    r.heads = l->projected > q ? l->heads + l->kv_heads : l->heads;
     r.size = s->angle_size;
     share_out_rows(tokens * r.heads * l->head_size, tokens, rotate_types[l->type], &r);
     attention->queries = qkv;
@@ -113,7 +130,7 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
         attention->keys = keys;
         attention->values = values;
         attention->key_stride = attention->value_stride = wide;
-    } else {
+    } else if (l->projected > q) {
         write->keys = keys;
         write->values = values;
         write->key_stride = write->value_stride = wide;
@@ -126,19 +143,44 @@ static int run_attention(const Layer *l, const LayerStep *s, char *qkv, void *ou
     return attend_types[l->attention_type](attention) && run_linear(l, &product, 0);
 }
 
+/* Adds to the sum what the gate makes of the embedding. `inner` and `out` are memory for results
+ * of its products. 0: out of memory. */
+static int run_gate(const Layer *l, const LayerStep *s, void *sum, void *inner, void *out,
+                    void *codes) {
+    Linear gate = make_linear(l, l->gate, sum, l->hidden, inner, l->embedding_size, s->tokens, 0,
+                              codes);
+    gate.activation = l->activation;
+    adapt(&gate, s, s->gate);
+    if (!run_linear(l, &gate, 0)) return 0;
+    Times t = {.x = inner, .by = s->embedding, .by_stride = s->embedding_stride};
+    t.x_stride = t.size = l->embedding_size;
+    t.rows = s->tokens;
+    share_out_rows(t.rows * t.size, t.rows, times_types[l->type], &t);
+    Linear projection = make_linear(l, l->projection, inner, l->embedding_size, out, l->hidden,
+                                    s->tokens, 0, codes);
+    adapt(&projection, s, s->projection);
+    if (!run_linear(l, &projection, 0)) return 0;
+    run_norm(l, l->gated, out, NULL, NULL, out, s->tokens, NULL);
+    run_sum(l, sum, out, l->scalar, s->tokens);
+    return 1;
+}
+
 /*
  * 0: out of memory. The call fills in the pointers that `attention` and `write` lack: queries,
  * keys and values of the step, and the output.
  */
 static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
     const long heads = (l->heads + 2 * l->kv_heads) * l->head_size, tokens = s->tokens,
+               most = l->inner > l->embedding_size ? l->inner : l->embedding_size,
                row = l->hidden * l->element, normed = l->input.weight != NULL,
                fed_normed = l->post.weight != NULL;
     char *h = s->workspace, *o = h + tokens * row, *qkv = o + tokens * row,
          *inner = qkv + tokens * (heads + l->heads * l->head_size) * l->element,
-         *codes = inner + tokens * l->inner * l->element;
-    Linear in = make_linear(l, l->qkv, normed ? h : s->residual, l->hidden, qkv, heads, tokens, 0,
-                            codes);
+         *codes = inner + tokens * most * l->element;
+    void *fed = l->scalar == NULL ? s->y : o;
+    Linear in = make_linear(l, l->qkv, normed ? h : s->residual, l->hidden, qkv, l->projected,
+                            tokens, 0, codes);
+    in.out_stride = heads;
     adapt(&in, s, s->qkv);
     precede(l, &in, l->out, l->heads * l->head_size, l->hidden);
     run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens, &in);
@@ -156,11 +198,14 @@ static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, W
     run_norm(l, l->post, o, s->residual, s->residual, h, tokens, &gate_up);
     if (!run_linear(l, &gate_up, fed_normed)) return 0;
     Linear down =
-        make_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor, codes);
+        make_linear(l, l->down, inner, l->inner, fed, l->hidden, tokens, l->factor, codes);
     adapt(&down, s, s->down);
     if (!run_linear(l, &down, 0)) return 0;
-    run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens, NULL);
-    return 1;
+    run_norm(l, l->fed, fed, NULL, NULL, fed, tokens, NULL);
+    if (l->scalar == NULL) return 1;
+    const int is_gated = l->gate.weights != NULL;
+    run_sum(l, s->residual, fed, is_gated ? NULL : l->scalar, tokens);
+    return is_gated ? run_gate(l, s, s->residual, inner, fed, codes) : 1;
 }
 
 static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "layer")); }
