@@ -286,23 +286,23 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Schedules running requests. Returns what is left of the budget, and if any preempted."""
-        for request in self.roster.running if self.blocks.trims else ():
+        running = self.roster.running
+        for request in running if self.blocks.trims else ():
             self.request_blocks.trim(request)
         preempted = False
         position = 0
-        while position < len(self.roster.running) and budget > 0:
-            request = self.roster.running[position]
+        while position < len(running) and budget > 0:
+            request = running[position]
             granted = self.policy.grant(request, budget)
-            if granted > 0 and self.request_blocks.commit_next(plan, request):
-                budget, position = budget - 1, position + 1
+            if granted <= 0 or self.request_blocks.commit_next(plan, request):
+                budget, position = budget - (granted > 0), position + 1
                 continue
             try:
                 ranges = self.request_blocks.ranges(request, granted)
                 while not self.blocks.fits(ranges):
                     if not preempted and self.admission.makes_room(request):
                         continue
-                    others = self.roster.running[position:]
-                    victim = self.policy.gives_way(request, others) or request
+                    victim = self.policy.gives_way(request, running[position:]) or request
                     self._preempt(plan, victim)
                     preempted = True
                     if victim is request:
