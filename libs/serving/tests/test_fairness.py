@@ -531,6 +531,30 @@ def test_a_lone_client_has_all_of_a_step_without_a_target():
     assert timed(FairPolicy(SchedulerConfig()), flood, 20) == [200] * 20
 
 
+@pytest.mark.parametrize("before", ["b", "ab"])
+def test_steps_of_a_flood_are_short_while_another_client_is_expected_back(before):
+    """A step's base costs as much as 4 rows, and steps have 16 times that in the second after the
+    other was served."""
+    policy = FairPolicy(SchedulerConfig())
+    flood = [request("a", 1) for _ in range(200)]
+    timed(policy, [request("a", 1)], 4)
+    assert timed(policy, flood, 4) == [200] * 4, "nobody else was ever there"
+    timed(policy, [request(client, 1) for client in before], 1)
+    sizes = timed(policy, flood, 40)
+    num_short = sizes.index(200)
+    assert sizes == [64] * num_short + [200] * (40 - num_short)
+    assert num_short == pytest.approx(1 / (BASE + EACH * 64), abs=1)
+
+
+def test_prompts_of_a_flood_are_cut_while_another_client_is_expected_back():
+    policy = FairPolicy(SchedulerConfig())
+    timed(policy, [request("a", 1)], 4)
+    timed(policy, [request("a", 1) for _ in range(200)], 4)
+    assert planned(policy, a=[500]) == {"a": 500}
+    planned(policy, a=[1], b=[1])
+    assert planned(policy, a=[500]) == {"a": 256}
+
+
 @pytest.mark.parametrize("clients", ["a", "ab"])
 def test_steps_take_no_longer_than_the_target(clients):
     """24 rows take 28 ms. A flood alone, and beside another, begins with few rows, and soon

@@ -31,6 +31,12 @@ _FADE = 1.002
 _SLOWER = 1.25
 """Longest time of a shared step, relative to one in which all clients want as little as the
 least."""
+_RECENT = 1.0
+"""Seconds of steps for which a client is expected back. Its next request waits for the steps in
+flight, so these stay short meanwhile."""
+_SHORT = 16
+"""Length of a short step of rows, in steps' bases. So little of it is base that clients lose less
+than a tenth of their throughput."""
 _LOOKED_AT = 16
 """Waiting requests of a client that may be admitted in a step."""
 _KEPT_FREE = 32
@@ -54,6 +60,8 @@ class FairPolicy(SchedulingPolicy):
       clients wanted as little as the least, and at most `step_time_target`. Rows without a share
       sit the step out, and keep their blocks. Fractions of a token count in the next step: a
       deficit round robin (Shreedhar and Varghese 1995).
+    - **A step of a client alone** is short, while another one was served in the last second: its
+      next request would wait for the steps in flight.
     - **What cannot be cut**, such as a beam search's rows, is computed once its client's shares
       have come to its length. A step exceeds its bound for at most one of these. Where requests
       before it leave too little of the step, they leave room for it in the next one.
@@ -97,6 +105,12 @@ class FairPolicy(SchedulingPolicy):
         self._cost_of_all = StepCost(all_steps=True)
         """Of steps that compute prompts or drafts, too. Only the target asks it."""
         self._drafts = bool(config.drafter)
+        self._busy = 0.0
+        """Seconds of all steps so far."""
+        self._shared = -math.inf
+        """Seconds of all steps when the clients were several last, or others than before."""
+        self._present: set[str] = set()
+        """The clients that had requests last."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         client = _client(request)
@@ -124,10 +138,18 @@ class FairPolicy(SchedulingPolicy):
         self._reserve(running, waiting)
         # Where a step has computed nothing, the next one is not shared: somebody must get on.
         idle, self._computes = not self._computes, False
-        num_clients = len({*self._held, *map(_client, waiting)})
-        if not idle and (num_clients > 1 or self._target is not None):
+        clients = {*self._held, *map(_client, waiting)}
+        if len(clients) > 1 or (clients and self._present and clients != self._present):
+            self._shared = self._busy
+        self._present = clients or self._present
+        if not idle and (self._expects_others or self._target is not None):
             self._share(running, waiting, saved)
         return waiting
+
+    @property
+    def _expects_others(self) -> bool:
+        """Whether a client beside the present one has requests, or had some a little while ago."""
+        return self._busy < self._shared + _RECENT
 
     def _reserve(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Reserves tokens of a step for the request that is owed them."""
@@ -201,6 +223,8 @@ class FairPolicy(SchedulingPolicy):
         if num_clients > 1:
             shared = _SLOWER * num_clients * least
             bound = min(bound, int(shared + (_SLOWER - 1) * self._cost.num_tokens_of_base))
+        elif self._expects_others:
+            bound = min(bound, _SHORT * self._cost.num_tokens_of_base * (4 if prompts else 1))
         if self._target is not None:
             cost = self._cost_of_all if prompts or self._drafts else self._cost
             within = cost.num_tokens_within(self._target)
@@ -281,6 +305,7 @@ class FairPolicy(SchedulingPolicy):
         return victim
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
+        self._busy += seconds
         self._cost.observe(plan, seconds)
         if self._target is not None:
             self._cost_of_all.observe(plan, seconds)
