@@ -159,6 +159,16 @@ def test_the_stream_of_a_long_prompt_holds_nobody_up(server, monkeypatch, path, 
     assert longest_call(server, monkeypatch, path, body) < MOST_LAG
 
 
+def test_a_long_conversation_holds_nobody_up(server, monkeypatch):
+    """Whether it is refused, or rendered: this engine takes 262,144 tokens."""
+    messages = [{"role": "user", "content": "a"}] * 50_000
+    path = "/v1/chat/completions"
+    assert path in BODIES
+    for cut in ({}, {"truncate_prompt_tokens": 100}):
+        body = {"messages": messages, "max_tokens": 1, **cut}
+        assert longest_call(server, monkeypatch, path, body) < MOST_LAG
+
+
 def test_a_long_prompt_is_admitted(server):
     """Else the limits above would say little."""
     for ids in (False, True):

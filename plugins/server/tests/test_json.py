@@ -7,9 +7,12 @@ import json
 import random
 import threading
 
+import msgspec
 import pytest
+from pydantic import BaseModel, ValidationError
 from toolkit_lm_server import json_body
-from toolkit_lm_server.json_body import MAX_DEPTH
+from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import MAX_DEPTH, ManyItems
 from toolkit_lm_server.limits import json_size
 from toolkit_lm_server.limits.json_size import measure
 
@@ -71,6 +74,97 @@ async def test_how_many_values_json_may_have(client, value, number):
         "have (max_body_size). Send its parts in several requests"
     )
     assert (message == f"The body is not valid JSON: {told}.") == (number is not None), message
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+async def test_json_is_decoded_in_pieces_to_the_same(monkeypatch, indent):
+    draw = random.Random(2)
+
+    def value(levels):
+        kind = draw.randrange(4) if levels else 0
+        if kind == 0:
+            return draw.choice([1, -2.5, None, True, "", "a,[{", '"', "é", "\\[", 2**63])
+        inner = [value(levels - 1) for _ in range(draw.randrange(4))]
+        return inner if kind == 1 else {f"a{i}": found for i, found in enumerate(inner)}
+
+    monkeypatch.setattr(json_body, "_TOGETHER", 12)
+    for _ in range(500):
+        whole = value(7)
+        body = json.dumps(whole, indent=indent, ensure_ascii=draw.random() < 0.5).encode()
+        assert json_body._decoded(body) == whole == json.loads(body)
+        wrong = bytearray(body)
+        wrong[draw.randrange(len(wrong))] = ord(draw.choice('"[]{},:1'))
+        found: list[object] = []
+        for decode in (json_body._decoded, msgspec.json.decode):
+            try:
+                found.append(decode(bytes(wrong)))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                found.append("wrong")
+        assert found[0] == found[1], wrong
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"messages": [{"role": "user", "content": "a"}] * 20_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]},
+        [["a"] * 10 for _ in range(20_000)],
+    ],
+    ids=["messages", "parts", "lists"],
+)
+async def test_other_threads_run_between_the_pieces_of_a_large_body(monkeypatch, value, indent):
+    body = json.dumps(value, indent=indent).encode()
+    sizes = []
+    decode = msgspec.json.decode
+
+    def sized(part):
+        sizes.append(memoryview(part).nbytes)
+        return decode(part)
+
+    monkeypatch.setattr(msgspec.json, "decode", sized)
+    assert json_body._decoded(body) == value
+    assert max(sizes) <= 2 * json_body._TOGETHER and sum(sizes) > len(body) * 0.9
+
+
+async def test_a_long_list_is_checked_in_pieces_to_the_same():
+    class Pieces(BaseModel):
+        items: ManyItems[dict[str, int]]
+
+    class Whole(BaseModel):
+        items: Items[dict[str, int]]
+
+    good = [{"a": number} for number in range(5000)]
+    assert Pieces.model_validate({"items": good}).items == good
+    for wrong in ([*good, {"a": "b"}], [*good[:1500], 1, *good, 2], [{"a": "b"}], 5, None):
+        told = []
+        for kind in (Pieces, Whole):
+            with pytest.raises(ValidationError) as caught:
+                kind.model_validate({"items": wrong})
+            told.append([(error["loc"], error["msg"]) for error in caught.value.errors()])
+        assert told[0] == told[1]
+    assert Pieces.model_json_schema()["properties"] == Whole.model_json_schema()["properties"]
+
+
+async def test_a_conversation_of_more_messages_than_tokens_is_refused_unrendered(client, engine):
+    """To render 50,000 takes half a second of a processor."""
+    rendered = []
+    engine.chat_many = lambda conversations, *_, **__: rendered.append(conversations)
+    messages = [{"role": "user", "content": "a"}] * 65
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        field = "messages" if path == "/v1/chat/completions" else "input"
+        reply = await client.post(path, json={field: messages})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith(
+            "a conversation of 65 turns has as many tokens at least; this model's maximum "
+            "context length is 64 tokens (max_model_len)."
+        )
+    assert not rendered
+    # Prompts that are cut may have any number.
+    body = {"messages": messages, "truncate_prompt_tokens": 4}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 500
+    assert rendered == [[messages]]
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(client, monkeypatch):

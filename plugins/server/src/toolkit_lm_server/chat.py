@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import ContextLengthError, RequestError
 
 from toolkit_lm_server.answer_reading import (
     ALL_CONTENT,
@@ -25,7 +25,7 @@ from toolkit_lm_server.engines import Engines
 from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fingerprint import Fingerprints
-from toolkit_lm_server.generation import ChoicePiece, Generation, are_large
+from toolkit_lm_server.generation import ChoicePiece, Generation, Outputs, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.prefills import MARKS, prefilled
@@ -224,6 +224,8 @@ class Chat:
         if -1 in (body.top_logprobs, body.prompt_logprobs):
             settle_logprobs(engine, body)
         conversations = body.conversations(self._max_prompts)
+        if body.truncate_prompt_tokens is None:
+            _check_lengths(engine, conversations)
         reading = ALL_CONTENT
         params = body.params()
         options = body.request_options(context)
@@ -240,10 +242,16 @@ class Chat:
             if reading.reasoning is not None:
                 options["stop_scope"] = reading.reasoning.stop_scope
         check_priority(engine, options)
-        conversations, rendering = _prefilled(conversations, self._render_options(body, names))
-        conversations, tools = self._with_tools(body, conversations, reading.use)
-        rendering |= tools
-        outputs = engine.chat_many(conversations, params, options=options, **rendering)
+        rendering = self._render_options(body, names)
+
+        def asked() -> tuple[list[list[dict[str, Any]]], Outputs]:
+            chats, prefilling = _prefilled(conversations, rendering)
+            chats, tools = self._with_tools(body, chats, reading.use)
+            return chats, engine.chat_many(chats, params, options=options, **prefilling, **tools)
+
+        # It looks at each message, of which there may be tens of thousands.
+        is_large = CALLER.get().is_large
+        conversations, outputs = await asyncio.to_thread(asked) if is_large else asked()
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
             try:
@@ -257,6 +265,19 @@ class Chat:
         await generation.check_first()
         fingerprint = self._fingerprints[body.model]
         return ChatAnswer(engine, body, conversations, generation, reading, fingerprint)
+
+
+def _check_lengths(engine: ServingEngine, conversations: Sequence[Conversation]) -> None:
+    """Raises ContextLengthError for a conversation of more messages than a prompt may have tokens.
+    To render 50,000 messages takes half a second."""
+    model = engine.config.model
+    most = max(model.max_model_len or 0, model.max_encoder_len or 0)
+    if (longest := max(map(len, conversations), default=0)) > most:
+        raise ContextLengthError(
+            f"a conversation of {longest} turns has as many tokens at least; this model's maximum "
+            f"context length is {most} tokens (max_model_len). Shorten it.",
+            "messages",
+        )
 
 
 class ChatAnswer:

@@ -33,6 +33,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry
 
 from toolkit_lm_server.caller import CALLER
 from toolkit_lm_server.fields import Items, parameter_fields
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.message_schemas import AnyMessage, AnyTool
 from toolkit_lm_server.request_fields import (
     CHAT,
@@ -430,7 +431,7 @@ class ChatBody(SamplingBody, RenderBody):
 
     verdicts = CHAT
 
-    messages: Items[AnyMessage]
+    messages: ManyItems[AnyMessage]
     """The conversation, the oldest message first."""
     max_completion_tokens: int | None = None
     """Most output tokens, OpenAI's newer name of max_tokens. null: as many as fit."""

@@ -10,6 +10,7 @@ from toolkit_lm.prompts import Prompt
 
 from toolkit_lm_server.completions import CompletionBody
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.message_schemas import AnyMessage, AnyTool
 from toolkit_lm_server.protocol import Body, ChatBody, RenderBody, examples
 from toolkit_lm_server.request_fields import TOKENS
@@ -26,7 +27,7 @@ class TokenizeBody(RenderBody):
 
     prompt: str | None = None
     """The text."""
-    messages: Items[AnyMessage] | None = None
+    messages: ManyItems[AnyMessage] | None = None
     """A conversation, in place of a text."""
     tools: Items[AnyTool] | None = None
     """Functions that the chat template is given."""

@@ -7,6 +7,7 @@ from typing import Any
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import (
     COMMON,
@@ -60,7 +61,7 @@ class PromptBody(EngineBody):
 
     model_config = examples(_EXAMPLE)
 
-    messages: Items[dict[str, Any]]
+    messages: ManyItems[dict[str, Any]]
     """The conversation, the oldest message first."""
     system: str | Items[dict[str, Any]] | None = None
     """The system message: a text, or blocks of text."""

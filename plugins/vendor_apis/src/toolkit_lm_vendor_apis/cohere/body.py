@@ -7,6 +7,7 @@ from typing import Any, Literal
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
@@ -56,7 +57,7 @@ class CohereChatBody(EngineBody):
 
     model_config = examples(_EXAMPLE, {**_EXAMPLE, "stream": True})
 
-    messages: Items[dict[str, Any]]
+    messages: ManyItems[dict[str, Any]]
     """The conversation, the oldest message first."""
     stream: bool | None = None
     """The answer comes as server-sent events, as it is generated."""

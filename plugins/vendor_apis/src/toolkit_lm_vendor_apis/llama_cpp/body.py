@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import SkipValidation, WithJsonSchema
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.message_schemas import AnyMessage, AnyTool
 from toolkit_lm_server.protocol import RenderBody, SamplingBody, examples
 from toolkit_lm_server.render_protocol import TokenizeBody
@@ -213,7 +214,7 @@ class ApplyTemplateBody(RenderBody):
 
     verdicts = TOKENS
 
-    messages: Items[AnyMessage]
+    messages: ManyItems[AnyMessage]
     """The conversation, the oldest message first."""
     tools: Items[AnyTool] | None = None
     """Functions that the chat template is given."""

@@ -8,6 +8,7 @@ from pydantic import SkipValidation
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.fields import Items
+from toolkit_lm_server.json_body import ManyItems
 from toolkit_lm_server.protocol import EngineBody, examples
 from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
@@ -161,7 +162,7 @@ class OllamaChatBody(_Generating):
         },
     )
 
-    messages: Items[dict[str, Any]] = []
+    messages: ManyItems[dict[str, Any]] = []
     """Messages of the chat. An empty list only asks to load the model, which is loaded already."""
     tools: Items[dict[str, Any]] | None = None
     """Functions that the model may call, as OpenAI has them."""
