@@ -9,6 +9,7 @@ DEMO := $(VENV)/.demo
 TORCH_INDEX ?=
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
+NIGHTLY := $(VENV)-clients-nightly
 DOWNSTREAM := $(VENV)-downstream
 BENCHMARKS := $(VENV)-benchmarks
 TRAINERS := $(VENV)-trainers
@@ -34,7 +35,7 @@ QUIETLY := --quiet --disable-pip-version-check --no-compile
 
 PROJECTS := pyproject.toml $(wildcard core/pyproject.toml libs/*/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
 
-.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-clients-of-servers test-clients-of-benchmarks test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit test-kernel-counts gpu-kit lint audit bench docs changelog wheels sdists release-check clean
+.PHONY: demo dev test test-all test-nightly test-renderers test-downstream test-clients test-clients-of-servers test-clients-of-benchmarks test-clients-nightly test-trainers test-floor test-floor-here test-python313 test-python313-here test-gpu-kit test-kernel-counts gpu-kit lint audit bench docs changelog wheels sdists release-check clean
 
 # Where the workspace is installed, the demo runs from it.
 demo: $(or $(wildcard $(STAMP)),$(DEMO))
@@ -56,7 +57,7 @@ test-all:
 	$(PYTEST_KERNELS) -m "not nightly"
 
 # Cases of matrices that test-all leaves out.
-test-nightly: test-all test-gpu-kit
+test-nightly: test-all test-gpu-kit test-clients-nightly
 	$(PYTEST) -m nightly
 	$(PYTEST_RENDERERS) -m nightly
 
@@ -76,9 +77,15 @@ PYTEST_CLIENTS := -m pytest -q -c tests/clients/pytest.ini --rootdir tests/clien
 test-clients: test-clients-of-servers test-clients-of-benchmarks
 test-clients-of-servers test-clients-of-benchmarks: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
 test-clients-of-servers: $(STAMP) $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
+	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks --ignore tests/clients/nightly tests/clients
 test-clients-of-benchmarks: $(STAMP) $(BENCHMARKS)/.installed
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
+
+# Agents, and a program that evaluates, which has other dependencies than those above. The agents of Node need npm.
+test-clients-nightly: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
+test-clients-nightly: export TOOLKIT_NODE := $(abspath $(NIGHTLY))/node
+test-clients-nightly: $(STAMP) $(NIGHTLY)/.installed
+	PYTHONPATH=tests/clients/nightly $(NIGHTLY)/bin/python $(PYTEST_CLIENTS) tests/clients/nightly
 
 # Trainers of other people's, which import vLLM: toolkit_lm_vllm stands in its place.
 test-trainers: $(TRAINERS)/.installed
@@ -214,6 +221,14 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	@$(CLIENTS)/bin/pip install $(QUIETLY) -r requirements-clients.txt
 	@touch $@
 
+$(NIGHTLY)/.installed: requirements-clients-nightly.txt tests/clients/nightly/node/package.json
+	@rm -rf $(NIGHTLY) && $(PYTHON) -m venv $(NIGHTLY)
+	@$(NIGHTLY)/bin/pip install $(QUIETLY) -r requirements-clients-nightly.txt
+	@mkdir -p $(NIGHTLY)/node && cp tests/clients/nightly/node/package.json $(NIGHTLY)/node
+	@if command -v npm >/dev/null; then cd $(NIGHTLY)/node && npm install --silent --no-package-lock --no-audit --no-fund; \
+	else echo "There is no npm: the agents of Node are left out."; fi
+	@touch $@
+
 $(TRAINERS)/.installed: $(STAMP) requirements-trainers.txt
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
 	@$(call SEE_WORKSPACE,$(TRAINERS))
@@ -246,4 +261,4 @@ $(RENTED)/.installed: benchmarks/gpu_kit/there.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(BENCHMARKS) $(TRAINERS) $(FLOOR) $(NEWEST) $(RENTED) gpu-kit site dist build
+	rm -rf $(VENV) $(RENDERERS) $(DOWNSTREAM) $(CLIENTS) $(NIGHTLY) $(BENCHMARKS) $(TRAINERS) $(FLOOR) $(NEWEST) $(RENTED) gpu-kit site dist build

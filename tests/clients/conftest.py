@@ -72,6 +72,22 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def tools_url() -> Iterator[str]:
+    """URL of a server of tiny-tools, which calls tools."""
+    with serving(model="tiny-tools") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def long_url() -> Iterator[str]:
+    """URL of a server of tiny-tools with room for prompts of thousands of tokens. Behind the 512th
+    the model has learned nothing, so that grammars alone tell its calls."""
+    positions = ("--hf-overrides", '{"max_position_embeddings": 16384}', "--max-model-len", "16384")
+    with serving(*positions, model="tiny-tools") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def embed_url() -> Iterator[str]:
     """URL of a server that embeds."""
     with serving("--convert", "embed") as found:

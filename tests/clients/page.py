@@ -1,5 +1,5 @@
-"""docs/clients.md, from the versions in requirements-clients.txt and requirements-benchmarks.txt
-and what the tests say of themselves.
+"""docs/clients.md, from the versions in requirements-clients.txt, requirements-clients-nightly.txt and
+requirements-benchmarks.txt, and what the tests say of themselves.
 
 Run this file to write it.
 """
@@ -7,6 +7,7 @@ Run this file to write it.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
@@ -15,7 +16,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "clients.md"
 CLIENTS = ROOT / "requirements-clients.txt"
+NIGHTLY = ROOT / "requirements-clients-nightly.txt"
 BENCHMARKS = ROOT / "requirements-benchmarks.txt"
+NODE = HERE / "nightly" / "node" / "package.json"
 TINY = str(ROOT / "contrib_models" / "tiny" / "src" / "toolkit_lm_tiny" / "checkpoint")
 """The checkpoint of the model that is served."""
 
@@ -29,7 +32,7 @@ Clients of other people's, unchanged but for the base URL, that were tried with 
 | client | version | what was tried |
 | --- | --- | --- |
 """
-_BENCHMARKS = """
+_AGENTS = """
 ```python
 from openai import OpenAI
 
@@ -43,6 +46,15 @@ litellm.completion(model="openai/MODEL", api_base="http://127.0.0.1:8000/v1", ap
 litellm.completion(model="ollama_chat/MODEL", api_base="http://127.0.0.1:8000", messages=messages)
 ```
 
+## Agents, and evalscope
+
+A loop is two calls of a tool and an answer, by `tiny-tools`, at `/v1/chat/completions`, or at `/v1/responses` where that is named.
+`make test-clients-nightly`, which `make test-nightly` runs, tries these again.
+
+| client | version | what was tried |
+| --- | --- | --- |
+"""
+_EVALUATION = """
 ## Evaluation and benchmarks
 
 | client | version | what was tried |
@@ -50,7 +62,7 @@ litellm.completion(model="ollama_chat/MODEL", api_base="http://127.0.0.1:8000", 
 """
 _TAIL = """
 `make test-clients` runs all of these. mteb asks `/v1/models` without its key, so that its server has none; `modalities=["text"]` says what is embedded.
-Not tried: evalscope, which needs an older `datasets` than guidellm, and promptfoo, which takes 1.9 GB.
+Not tried: promptfoo, which takes 1.9 GB.
 
 They need the model's tokenizer: `FOLDER` has its files. lm-eval does without where the server has `--tokenizer-info`.
 
@@ -98,7 +110,13 @@ def environ() -> dict[str, str]:
 def page() -> str:
     """The page as it should be."""
     return (
-        _HEAD + _rows(HERE, CLIENTS) + _BENCHMARKS + _rows(HERE / "benchmarks", BENCHMARKS) + _TAIL
+        _HEAD
+        + _rows(HERE, CLIENTS)
+        + _AGENTS
+        + _rows(HERE / "nightly", NIGHTLY)
+        + _EVALUATION
+        + _rows(HERE / "benchmarks", BENCHMARKS)
+        + _TAIL
     )
 
 
@@ -109,14 +127,17 @@ def _rows(folder: Path, requirements: Path) -> str:
         name, _, what = " ".join(head.split()).partition(": ")
         tried[name] = what.removesuffix(".")
     pinned = versions(requirements)
+    links = {name: f"[{name}](https://pypi.org/project/{name}/)" for name in pinned}
+    if requirements == NIGHTLY:
+        of_node = json.loads(NODE.read_text())["dependencies"]
+        pinned |= {f"{name} (npm)": of_node[name] for name in ("ai", "openai")}
     if tried.keys() != pinned.keys():
         raise ValueError(
             "clients without tests, or tests without clients: "
             f"{sorted(tried.keys() ^ pinned.keys())}"
         )
     return "".join(
-        f"| [{name}](https://pypi.org/project/{name}/) | {pinned[name]} | {what} |\n"
-        for name, what in tried.items()
+        f"| {links.get(name, name)} | {pinned[name]} | {what} |\n" for name, what in tried.items()
     )
 
 

@@ -1,8 +1,12 @@
-"""llama-index-llms-openai-like: chats, completions, streams, structured output, tools."""
+"""llama-index-llms-openai-like: chats, completions, streams, structured output, tools, a
+`FunctionAgent`'s loop."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -11,6 +15,7 @@ from pydantic import BaseModel
 
 ASK = "What is the capital of France?"
 PARIS = "The capital of France is Paris."
+WEATHER = "It is sunny in Paris, 21 degrees. It is snowy in Tokyo, 3 degrees."
 
 
 class Light(BaseModel, extra="forbid"):
@@ -56,3 +61,35 @@ def test_tools(model):
         [FunctionTool.from_defaults(light)], user_msg=ASK, tool_required=True
     )
     assert str(reply).startswith("it is ")
+
+
+def test_an_agent_in_a_loop(tools_url, key):
+    asked = []
+
+    def get_weather(city: str) -> dict:
+        """The weather of a city."""
+        asked.append(city)
+        return {"Paris": {"sky": "sunny", "degrees": 21}, "Tokyo": {"sky": "snowy", "degrees": 3}}[
+            city
+        ]
+
+    async def run():
+        model = OpenAILike(
+            model="tiny-tools",
+            api_base=f"{tools_url}/v1",
+            api_key=key,
+            temperature=0,
+            is_chat_model=True,
+            is_function_calling_model=True,
+        )
+        handler = FunctionAgent(tools=[get_weather], llm=model).run(
+            "What is the weather in Paris and in Tokyo?"
+        )
+        text = [
+            event.delta async for event in handler.stream_events() if isinstance(event, AgentStream)
+        ]
+        return str(await handler), "".join(text)
+
+    answer, streamed = asyncio.run(run())
+    assert (answer, asked) == (WEATHER, ["Paris", "Tokyo"])
+    assert streamed.endswith(WEATHER)
