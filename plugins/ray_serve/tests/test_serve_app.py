@@ -220,6 +220,7 @@ def test_fronts_that_would_each_obey_alone_are_refused():
         serve_app({"model": "tiny", "scaling.num_fronts": 2, "router.admin_key": "k"})
 
 
+@pytest.mark.nightly
 async def test_ranks_that_ray_places(serving):
     """The ranks of a replica have a placement group beside it. One that dies takes the engine with
     it, and Ray Serve starts another one, for which there is only room where nothing is left."""
