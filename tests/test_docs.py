@@ -503,7 +503,7 @@ def test_the_flags_in_the_guides_exist():
         "--requests",
         "--against",
     }
-    known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--mine-folder"}
+    known |= {row.flag for row in TABLE.values()} | {"--ctx-size", "--models-max", "--mine-folder"}
     # Flags of `toolkit kv`.
     known |= {"--file", "--messages", "--tier"}
     # Flags of docker, of `ray start`, and of `optimum-cli export`.
