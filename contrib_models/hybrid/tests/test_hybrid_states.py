@@ -103,14 +103,17 @@ def test_warm_is_cold_bit_for_bit(folder, options):
 @pytest.mark.parametrize("params", [GREEDY, FORKS, BEAMS], ids=["greedy", "n=4", "beams"])
 def test_hits_chunks_and_preemption_change_no_token(folder, params):
     [plain], _, _ = run(folder, params, enable_prefix_caching=False)
+    has_states_alone = folder.name.startswith("Rwkv")
     for options in CASES.values():
+        if has_states_alone and params is BEAMS and "num_kv_blocks" in options:
+            options = {**options, "num_kv_blocks": 5}
         counter = Preemptions()
         tokens, _, cached = run(folder, params, plugins=[counter], rounds=2, **options)
         assert tokens == [plain, plain], options
         assert any(cached[1]) or "num_kv_blocks" in options
         # So few blocks admit few groups of four, which then have room to grow. What has states
-        # alone grows by its beams.
-        never = params is FORKS or (params is GREEDY and folder.name.startswith("Rwkv"))
+        # alone grows by its beams, and of fewer blocks.
+        never = params is FORKS or (params is GREEDY and has_states_alone)
         assert counter.count or "num_kv_blocks" not in options or never
 
 
