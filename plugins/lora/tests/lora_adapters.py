@@ -13,6 +13,8 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_devkit import make_checkpoint
 from toolkit_lm_lora.front import LoRARequest
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -41,6 +43,18 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
     "tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16)),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **SHAPE,
+            head_dim=16,
+            global_head_dim=32,
+            num_kv_shared_layers=1,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=272,
+            layer_types=["full_attention"] * 2,
+        ),
+    ),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**SHAPE, num_local_experts=4)),
     "gpt2": (
         GPT2LMHeadModel,
@@ -97,6 +111,16 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "dora": {"target_modules": "all-linear", "use_dora": True},
         "norms": {"target_modules": ["k_proj"], "modules_to_save": ["q_norm", "k_norm", "norm"]},
+    },
+    "gemma4": {
+        "embeddings of layers": {
+            "target_modules": [
+                "q_proj",
+                "down_proj",
+                "per_layer_input_gate",
+                "per_layer_projection",
+            ]
+        },
     },
     "mixtral": {
         "experts": {

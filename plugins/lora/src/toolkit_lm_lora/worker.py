@@ -427,5 +427,5 @@ def _linear_layers(layer: FusibleLayer) -> list[LinearBase]:
     parts = layer.parts()
     if parts is None:
         return []
-    layers = parts.qkv, parts.out, parts.gate_up, parts.down
-    return [linear for linear in layers if linear is not None]
+    layers = parts.qkv, parts.out, parts.gate_up, parts.down, *(parts.gate or ())
+    return [linear for linear in layers if isinstance(linear, LinearBase)]
