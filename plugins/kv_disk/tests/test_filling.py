@@ -8,7 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from toolkit_lm_kv_disk import checksums, filling, segments
+from toolkit_lm_kv_disk import filling, segments
 from toolkit_lm_kv_disk.filling import Filler, Target
 from toolkit_lm_kv_disk.log import SegmentLog
 
@@ -105,50 +105,18 @@ def test_memory_of_another_size_is_not_filled(log, filler):
         assert filler.fill([target._replace(block=block(sizes))]) == 0
 
 
-# Checksums
-
-XXH3 = checksums.make_xxh3()
-
-
-def test_without_the_package_checksums_are_crcs(tmp_path, monkeypatch):
-    """They are found with and without it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(segments, "_CHECKSUMS", {1: checksums.crc32_of})
-        log = SegmentLog(tmp_path, bytes(32), 2**26, {0: SIZE}, writes=True)
-        assert log.append(key(1), content(1))
-        assert log.index[key(1)].kind == 1
-    again = SegmentLog(tmp_path, bytes(32), 2**26, {0: SIZE}, writes=False)
-    place = again.index[key(1)]
-    assert place.segment.read(place) == content(1)
-
-
-def test_checksums_of_the_package_are_misses_without_it(tmp_path, monkeypatch, caplog):
-    def xxh3_of(parts):
-        return sum(map(sum, parts)) & 0xFFFF_FFFF
-
-    with monkeypatch.context() as patch:
-        patch.setattr(segments, "_CHECKSUMS", {1: checksums.crc32_of, 3: xxh3_of})
-        log = SegmentLog(tmp_path, bytes(32), 2**26, {0: SIZE}, writes=True)
-        assert log.append(key(1), content(1))
-        assert log.index[key(1)].kind == 3
-    monkeypatch.setattr(segments, "_CHECKSUMS", {1: checksums.crc32_of})
-    again = SegmentLog(tmp_path, bytes(32), 2**26, {0: SIZE}, writes=True)
-    assert not again.index
-    assert "need the package xxhash" in caplog.text
-    assert again.append(key(1), content(1))
-
-
-@pytest.mark.parametrize("checksum", [checksums.crc32_of, XXH3], ids=["crc32", "xxh3"])
-def test_a_checksum_is_of_all_parts_in_their_order(checksum):
-    if checksum is None:
-        pytest.skip("the package xxhash is not installed")
+def test_a_checksum_is_of_all_parts_in_their_order():
     data = content(1)
-    whole = checksum([data])
+    whole = segments.checksum_of([data])
     assert 0 <= whole < 2**32
-    assert checksum([data[:9], b"", memoryview(data)[9:]]) == whole
-    others = {checksum([data[9:], data[:9]]), checksum([data[:-1]]), checksum([data, b"\0"])}
+    assert segments.checksum_of([data[:9], b"", memoryview(data)[9:]]) == whole
+    others = {
+        segments.checksum_of([data[9:], data[:9]]),
+        segments.checksum_of([data[:-1]]),
+        segments.checksum_of([data, b"\0"]),
+    }
     for bit in range(0, 8 * SIZE, 97):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
-        others.add(checksum([changed]))
+        others.add(segments.checksum_of([changed]))
     assert whole not in others

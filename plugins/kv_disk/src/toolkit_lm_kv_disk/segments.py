@@ -19,31 +19,32 @@ from typing import NamedTuple
 from zlib import crc32
 
 from toolkit_lm.kv import Data
-
-from toolkit_lm_kv_disk.checksums import Checksum, crc32_of, make_xxh3
+from xxhash import xxh3_64
 
 Key = tuple[int, bytes]
 """KV group and digest of a block."""
 
 _MAGIC = b"TLMKVSEG"
-VERSION = 1
+VERSION = 2
 _FILE = struct.Struct("<8sI32sI")
 """Magic, version, identity, and the CRC-32 of these."""
 _RECORD = struct.Struct("<4sHH32sQII")
-"""Magic, kind, group, digest, bytes of the block, their checksum, and the CRC-32 of all these."""
+"""Magic, kind, group, digest, bytes of the block, their XXH3, and the CRC-32 of all these."""
 _RECORD_MAGIC = b"TKVB"
 _BLOCK = 1
 _DROPPED = 2
-_HASHED = 3
-"""Kinds of records: a block with a CRC-32, a block that is not found any more, whichever segment
-holds it, and a block with an XXH3."""
-_CHECKSUMS: dict[int, Checksum] = {_BLOCK: crc32_of}
-"""By kind of a block."""
-if (_xxh3 := make_xxh3()) is not None:
-    _CHECKSUMS[_HASHED] = _xxh3
+"""Kinds of records: a block, and a block that is not found any more, whichever segment holds it."""
 _NAME = re.compile(r"segment-(\d{8})\.kv")
 RECORD_BYTES = _RECORD.size
 """Bytes of a record beside those of its block."""
+
+
+def checksum_of(parts: Sequence[Data]) -> int:
+    """The lower 32 bits of the XXH3-64 of parts that follow one another."""
+    digest = xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return int(digest.intdigest()) & 0xFFFF_FFFF
 
 
 class DamageError(Exception):
@@ -58,8 +59,7 @@ class Place(NamedTuple):
     """Of its bytes."""
     num_bytes: int
     checksum: int
-    kind: int = _BLOCK
-    """Kind of its record."""
+    """As `checksum_of` computes it."""
 
     @property
     def end(self) -> int:
@@ -69,7 +69,7 @@ class Place(NamedTuple):
         """Raises DamageError for other bytes than were written."""
         if len(data) != self.num_bytes:
             raise DamageError(f"{self.segment.path.name} was cut")
-        if not self._matches([data]):
+        if checksum_of([data]) != self.checksum:
             raise DamageError(f"{self.segment.path.name}: a block is damaged")
 
     def fill(self, memory: Sequence[Data]) -> bool:
@@ -81,10 +81,7 @@ class Place(NamedTuple):
         except OSError:
             # The page cache lacks the first ones, or the file system cannot tell.
             return False
-        return self._matches(memory)
-
-    def _matches(self, parts: Sequence[Data]) -> bool:
-        return _CHECKSUMS[self.kind](parts) == self.checksum
+        return checksum_of(memory) == self.checksum
 
 
 class Segment:
@@ -129,10 +126,9 @@ class Segment:
 
     def append(self, key: Key, data: bytes | bytearray) -> Place:
         """Writes a block at the end. Raises OSError, and the segment is then as before."""
-        kind = max(_CHECKSUMS)
-        checksum = _CHECKSUMS[kind]([data])
-        self._append(_record(kind, key, len(data), checksum) + data)
-        return Place(self, self.size - len(data), len(data), checksum, kind)
+        checksum = checksum_of([data])
+        self._append(_record(_BLOCK, key, len(data), checksum) + data)
+        return Place(self, self.size - len(data), len(data), checksum)
 
     def append_dropped(self, key: Key) -> None:
         """Writes that a block is not there any more. Raises OSError."""
@@ -188,10 +184,8 @@ class Segment:
                 yield (group, digest), None
             elif offset + num_bytes > self.size:
                 raise DamageError(f"{self.path.name} was cut")
-            elif kind in _CHECKSUMS:
-                yield (group, digest), Place(self, offset, num_bytes, data_checksum, kind)
-            elif kind == _HASHED:
-                raise DamageError(f"{self.path.name}: its blocks need the package xxhash")
+            elif kind == _BLOCK:
+                yield (group, digest), Place(self, offset, num_bytes, data_checksum)
             offset += num_bytes
 
 
