@@ -182,8 +182,8 @@ class FusedDecoderLayer:
         backend = binding.backend
         if type(backend) is not CpuBackend or inputs is None or x.dtype is not self.dtype:
             return None
-        has_keys = shared is None or binding.kv_cache is not None
-        if not has_keys or (embedding is not None and embedding.stride(1) != 1):
+        reads_keys = shared is not None or self._parts.attn.shares_with is not None
+        if (reads_keys and binding.kv_cache is None) or not self._takes(embedding, len(x)):
             return None
         if self._bound is not backend:
             self._bind(backend, binding.kv_cache)
@@ -215,6 +215,17 @@ class FusedDecoderLayer:
             return total, None
         return y if self._parts.feed_forward is None else self._parts.feed_forward(y), total
 
+    def _takes(self, embedding: Tensor | None, tokens: int) -> bool:
+        """Whether the kernels read such an embedding."""
+        if embedding is None or self._parts.gate is None:
+            return embedding is None and self._parts.gate is None
+        shape = tokens, _embedding_size(self._parts)
+        return (
+            embedding.dtype is self.dtype
+            and tuple(embedding.shape) == shape
+            and embedding.stride(1) == 1
+        )
+
     def _adapted(self, tokens: int) -> tuple[object, ...] | None:
         """Adapters of a step of so many tokens; None: there are none."""
         for linear in self._products:
@@ -238,6 +249,9 @@ def fits(parts: LayerParts) -> bool:
     params = parts.attn.params
     size = parts.attn.params.head_size
     if not _has_known_keys(parts) or (parts.gate is not None and parts.scalar is None):
+        return False
+    scalar = parts.scalar
+    if scalar is not None and (scalar.numel() != 1 or scalar.dtype is not parts.qkv.spec.dtype):
         return False
     return (
         all(
