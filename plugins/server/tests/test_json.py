@@ -157,8 +157,8 @@ async def test_a_conversation_of_more_messages_than_tokens_is_refused_unrendered
         error = reply.json()["error"]
         assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
         assert error["message"].startswith(
-            "a conversation of 65 turns has as many tokens at least; this model's maximum "
-            "context length is 64 tokens (max_model_len)."
+            "a conversation of 65 turns is refused before it is rendered, where this model's "
+            "maximum context length is 64 tokens (max_model_len)."
         )
     assert not rendered
     # Prompts that are cut may have any number.

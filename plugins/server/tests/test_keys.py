@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 from toolkit_lm.config import options_of
@@ -10,7 +12,7 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.keys import Keys
-from toolkit_lm_server.limits.key_limits import ApiKey
+from toolkit_lm_server.limits.key_limits import Account, ApiKey
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
@@ -212,3 +214,52 @@ def test_several_keys_come_from_a_variable_or_a_file(given):
     assert ServerOptions(api_key=option.convert(123, "here")).own_keys == ["123"]
     with pytest.raises(ConfigError, match="is empty"):
         ServerOptions(api_key=option.convert("", "here"))
+
+
+def test_threads_share_an_account():
+    """A large request is counted in a thread: between the check of another and its count, it finds
+    no room."""
+    is_inside = threading.Event()
+    goes_on = threading.Event()
+    refused = []
+
+    def clock() -> float:
+        if threading.current_thread() is not threading.main_thread():
+            is_inside.set()
+            goes_on.wait(60)
+        return time.monotonic()
+
+    class Watched:
+        """The account's lock, for which the second thread waits as the first one goes on."""
+
+        def __init__(self, lock):
+            self.lock = lock
+
+        def __enter__(self):
+            if threading.current_thread() is second:
+                goes_on.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    key = ApiKey(name="alice", key="k", max_sequences=1, tokens_per_minute=1000)
+    account = Account(key, clock)
+    account._lock = Watched(account._lock)
+    holds = account.run(1, 10)
+    first = threading.Thread(target=holds.__enter__)
+
+    def run() -> None:
+        try:
+            account.run(1, 10).__enter__()
+        except ApiError as error:
+            refused.append(error.status)
+
+    second = threading.Thread(target=run)
+    first.start()
+    assert is_inside.wait(60)
+    second.start()
+    first.join()
+    second.join()
+    assert refused == [429]
+    holds.__exit__(None, None, None)

@@ -274,8 +274,8 @@ def _check_lengths(engine: ServingEngine, conversations: Sequence[Conversation])
     most = max(model.max_model_len or 0, model.max_encoder_len or 0)
     if (longest := max(map(len, conversations), default=0)) > most:
         raise ContextLengthError(
-            f"a conversation of {longest} turns has as many tokens at least; this model's maximum "
-            f"context length is {most} tokens (max_model_len). Shorten it.",
+            f"a conversation of {longest} turns is refused before it is rendered, where this "
+            f"model's maximum context length is {most} tokens (max_model_len). Shorten it.",
             "messages",
         )
 

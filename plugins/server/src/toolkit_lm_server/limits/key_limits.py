@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, structs
 
@@ -56,7 +57,11 @@ class _Reservation:
     """Tokens that a request has reserved. Those that it takes beyond them are charged as they
     come."""
 
-    def __init__(self, bucket: _Bucket | None, num_tokens: int) -> None:
+    def __init__(
+        self, bucket: _Bucket | None, num_tokens: int, lock: AbstractContextManager[Any]
+    ) -> None:
+        """`lock`: the account's"""
+        self._lock = lock
         self._bucket = bucket
         self._charged = 0
         self._used = 0
@@ -68,21 +73,25 @@ class _Reservation:
             self._bucket.charge(num_tokens)
 
     def used(self, num_tokens: int) -> None:
-        self._used += num_tokens
-        self._charge(max(0, self._used - self._charged))
+        with self._lock:
+            self._used += num_tokens
+            self._charge(max(0, self._used - self._charged))
 
     def end(self) -> None:
         """Gives back what was not taken."""
-        self._charge(self._used - self._charged)
+        with self._lock:
+            self._charge(self._used - self._charged)
 
 
 class Account:
-    """The requests, tokens and sequences of one API key, held to the key's limits."""
+    """The requests, tokens and sequences of one API key, held to the key's limits. Thread-safe: a
+    large request is counted in a thread."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self.name = key.name
         self._clock = clock
         self._num_sequences = 0
+        self._lock = threading.RLock()
         self._buckets: dict[str, _Bucket] = {}
         self._set(key)
 
@@ -104,16 +113,18 @@ class Account:
     def change(self, key: ApiKey) -> None:
         """Gives the key other limits. Its sequences go on, and what it has used of a minute
         counts only where the limits stay as they are."""
-        if structs.replace(key, key=self._key.key) != self._key:
-            self._set(key)
-        self._key = key
+        with self._lock:
+            if structs.replace(key, key=self._key.key) != self._key:
+                self._set(key)
+            self._key = key
 
     def begin(self) -> None:
         """Counts a request. Raises ApiError (429) where a minute's limit is met."""
-        for name, bucket in self._buckets.items():
-            if seconds := bucket.wait(self._clock()):
-                self._refuse(name, getattr(self._key, name), seconds)
-        self._charge("requests_per_minute", 1)
+        with self._lock:
+            for name, bucket in self._buckets.items():
+                if seconds := bucket.wait(self._clock()):
+                    self._refuse(name, getattr(self._key, name), seconds)
+            self._charge("requests_per_minute", 1)
 
     @contextmanager
     def run(self, num_sequences: int, num_tokens: int) -> Iterator[_Reservation]:
@@ -122,6 +133,16 @@ class Account:
         Raises ApiError: (400) for more sequences than the key may ever have, (429) where they are
         too many beside the others, or the tokens are more than a minute has left.
         """
+        with self._lock:
+            reservation = self._reserve(num_sequences, num_tokens)
+        try:
+            yield reservation
+        finally:
+            with self._lock:
+                self._num_sequences -= num_sequences
+                reservation.end()
+
+    def _reserve(self, num_sequences: int, num_tokens: int) -> _Reservation:
         most = self._key.max_sequences
         if most is not None and num_sequences > most:
             message = (
@@ -136,12 +157,7 @@ class Account:
             needs = f" The request may take {num_tokens} tokens."
             self._refuse("tokens_per_minute", self._key.tokens_per_minute or 0, seconds, needs)
         self._num_sequences += num_sequences
-        reservation = _Reservation(bucket, num_tokens)
-        try:
-            yield reservation
-        finally:
-            self._num_sequences -= num_sequences
-            reservation.end()
+        return _Reservation(bucket, num_tokens, self._lock)
 
     def _charge(self, name: str, amount: int) -> None:
         if name in self._buckets:
