@@ -83,7 +83,11 @@ def test_bounds_are_divided():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"admin_key": "k"}, "admin_key: .* one of 4"), ({"max_backend_requests": 3}, "at least 4")],
+    [
+        ({"admin_key": "k"}, "admin_key: .* one of 4"),
+        ({"max_backend_requests": 3}, "max_backend_requests must be at least 4"),
+        ({"max_queued_requests": 3}, "max_queued_requests must be at least 4"),
+    ],
 )
 def test_what_one_of_several_cannot_do_is_refused(options, message):
     RouterOptions(**options).shared_by(1)

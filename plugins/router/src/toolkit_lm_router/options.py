@@ -143,11 +143,12 @@ class RouterOptions(HttpOptions, frozen=True, kw_only=True):
             name: getattr(self, name) // num_routers
             for name in ("max_backend_requests", "max_queued_requests")
         }
-        if not bounds["max_backend_requests"]:
-            raise ConfigError(
-                f"max_backend_requests must be at least {num_routers}, the number of routers that "
-                f"share it, not {self.max_backend_requests}."
-            )
+        for name, bound in bounds.items():
+            if not bound and (whole := getattr(self, name)):
+                raise ConfigError(
+                    f"{name} must be at least {num_routers}, the number of routers that share it, "
+                    f"not {whole}."
+                )
         return structs.replace(self, **bounds)
 
     @property
