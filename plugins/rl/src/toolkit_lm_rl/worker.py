@@ -211,9 +211,11 @@ class WeightsPart(StepPart):
 
     def _refill(self, fresh: Model) -> None:
         self._bring_back()
-        self._kept.forget()
-        if self._is_dropped:
-            for part in networks_beside(self.model):
-                copy_contents(part.network, part.made_again())
         copy_contents(self.model, fresh)
+        if self._is_dropped:
+            # They may have tensors of the model.
+            networks = [(part.network, part.made_again()) for part in networks_beside(self.model)]
+            for network, again in networks:
+                copy_contents(network, again)
+        self._kept.forget()
         self._is_dropped = False
