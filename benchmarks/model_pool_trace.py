@@ -111,10 +111,12 @@ def sample(server: Served, end: Any, found: Any) -> None:
     queue. In a process of its own: threads of clients would hold it up."""
     taken: list[int] = []
     due = time.monotonic()
-    while not end.wait(max(due - time.monotonic(), 0.0)):
-        due += 1 / RATE
-        taken.append(server.memory())
-    found.put(taken)
+    try:
+        while not end.wait(max(due - time.monotonic(), 0.0)):
+            due += 1 / RATE
+            taken.append(server.memory())
+    finally:
+        found.put(taken)
 
 
 class Watch:

@@ -77,7 +77,7 @@ def test_bounds_on_the_wall_are_far_from_what_a_test_takes():
 
 @pytest.mark.parametrize("client", [httpx.Client, httpx.AsyncClient])
 def test_clients_wait_for_a_busy_machine(client):
-    """Those of tests that state no time: httpx would wait for 5 seconds."""
+    """Where a test states no time, httpx would wait for 5 seconds."""
     found = client().timeout
     assert min(found.connect, found.read, found.write, found.pool) >= LEAST
 

@@ -146,7 +146,7 @@ def measure_scan(device: str, found: dict[str, Any]) -> None:
 
 
 def measure_convolution(device: str, found: dict[str, Any]) -> None:
-    """Of Qwen3-Next, in bfloat16."""
+    """Times Qwen3-Next's convolution, in bfloat16."""
     import torch
     from toolkit_lm_triton.layers import TritonKernels
 

@@ -352,10 +352,13 @@ def test_layers_of_other_kinds_are_left_to_their_modules() -> None:
     wide = SimpleNamespace(weight=[0.0] * 48)
     params = SimpleNamespace(attention_type=AttentionType.DECODER, head_size=24)
     usual = {
-        "attn": SimpleNamespace(params=params),
+        "attn": SimpleNamespace(params=params, shares_with=None),
         "head_norms": None,
         "multiplier": 1.0,
         "out_norms": None,
+        "value_norm": None,
+        "scalar": None,
+        "gate": None,
     }
     usual |= dict.fromkeys(("input_norm", "post_norm", "gate_up", "down"), there)
     assert fits(SimpleNamespace(**usual))
@@ -365,5 +368,9 @@ def test_layers_of_other_kinds_are_left_to_their_modules() -> None:
         {"multiplier": 0.5},
         {"out_norms": (there, there)},
         {"head_norms": (wide, wide)},
+        {"value_norm": there},
+        {"scalar": there},
+        {"gate": (there, there, there)},
+        {"attn": SimpleNamespace(params=params, shares_with="layers.0.attn")},
     ):
         assert not fits(SimpleNamespace(**usual | change)), change

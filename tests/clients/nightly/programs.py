@@ -11,12 +11,13 @@ from typing import Any
 
 from weather import QUESTION
 
-MODULES = os.environ.get("TOOLKIT_NODE", "")
-"""Folder with the packages that node/package.json names."""
+MODULES = os.environ.get("TOOLKIT_NODE", ".")
+"""Folder with the packages that node/package.json names, which `make test-clients-nightly` sets."""
 
 
 def run(name: str, url: str, key: str) -> dict[str, Any]:
-    """What a program prints, as JSON. It is copied, since Node looks for packages beside it."""
+    """Runs a program and returns the JSON that it prints. It is copied, as Node looks for packages
+    beside it."""
     there = shutil.copy(Path(__file__).parent / "node" / name, MODULES)
     done = subprocess.run(
         ["node", there, url, key, "tiny-tools", QUESTION],

@@ -14,7 +14,7 @@ PROGRAM = Path(sys.executable).parent / "evalscope"
 
 
 def run(folder, command, options, *flags):
-    """What evalscope prints. It asks no hub."""
+    """Runs evalscope, which asks no hub, and returns what it prints."""
     pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
         [PROGRAM, command, *pairs, *flags],
