@@ -66,8 +66,10 @@ class Engine:
         """Has all fronts do what `word` says, and returns the sum of their answers. There is no
         front where the whole app ends."""
         try:
-            answers = self._front.broadcast(word, self._server.url)
-            return float(sum(filter(None, await answers.results_async(timeout_s=5.0))))
+            broadcast = self._front.broadcast(word, self._server.url)
+            # Ray logs what a front raises, which hides no other's answer.
+            answers = await broadcast.results_async(timeout_s=5.0, return_exceptions=True)
+            return float(sum(answer for answer in answers if isinstance(answer, float)))
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("A front does not hear: %s", error)
             return 0.0

@@ -18,11 +18,10 @@ class Policy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number of engines, and the policy's state, of which it has none."""
-        metrics = context.aggregated_metrics or {}
         shares = [
             sum(values.values()) / len(values) / most
             for name, most in self._most.items()
-            if (values := metrics.get(name))
+            if (values := (context.aggregated_metrics or {}).get(name))
         ]
         if not shares or not context.current_num_replicas:
             return context.target_num_replicas, {}
