@@ -257,7 +257,8 @@ async def read_body(request: Request, most: int, reserve: Callable[[int], None])
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     more = True
     while more:
         message = await request.receive()
@@ -265,11 +266,12 @@ async def read_body(request: Request, most: int, reserve: Callable[[int], None])
             raise ClientDisconnect
         part = message.get("body", b"")
         reserve(len(part))
-        body += part
-        if len(body) > most:
+        parts.append(part)
+        size += len(part)
+        if size > most:
             raise _too_large(most)
         more = message.get("more_body", False)
-    return bytes(body)
+    return b"".join(parts)
 
 
 def _too_large(most: int) -> ApiError:
