@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class Wanted:
-    """What the policy reads of a request."""
+    """Parts of a request that the policy reads."""
 
     digests: Sequence[int] = ()
     """Digests of the prompt's chunks."""
